@@ -1,0 +1,29 @@
+"""What a plan is resolved against: the names and shapes of a model, without the model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """Names, classes and shapes of one model; all that the plan room ever sees of it.
+
+    Attributes:
+        modules: Module name → class name, in module order; the root is `""`.
+        params: Parameter name → full shape. A tied parameter appears under each of its names.
+        owners: Parameter name → name of the module that holds it.
+        tied: Parameter name → the first name of the same tensor, for every name but the first.
+        base_prefix: Name of the submodule that a model's own plan is relative to (`"model"`), or `""`.
+        model: What to call the model in messages.
+    """
+
+    modules: Mapping[str, str]
+    params: Mapping[str, tuple[int, ...]]
+    owners: Mapping[str, str]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    base_prefix: str = ""
+    model: str = "the model"
+
+    def params_of(self, module: str) -> list[str]:
+        """Names of the parameters that `module` itself holds (not its children's)."""
+        return [name for name, owner in self.owners.items() if owner == module]

@@ -1,0 +1,204 @@
+"""Rules become a plan: concrete names, each with a style, before anything is read or cut."""
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from plait.errors import PlanError
+from plait.plan.names import ModelNames
+from plait.plan.rules import full_pattern, generalize, matches, merge, specificity
+from plait.plan.tied import TiedUse, agree
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One decision: this module (or this parameter) has this style.
+
+    Attributes:
+        name: Concrete name, `model.layers.3.mlp.up_proj`.
+        kind: `"module"`: the style cuts the module's own parameters and changes its forward.
+            `"param"`: the style cuts this parameter only.
+        style: Name in the registry of styles.
+        rule: The pattern that decided it.
+        origin: `"model"` (its shipped plan), `"user"`, or `"tied"` (follows a tied weight).
+    """
+
+    name: str
+    kind: Literal["module", "param"]
+    style: str
+    rule: str
+    origin: Literal["model", "user", "tied"]
+
+
+class PlanRules(dict[str, str]):
+    """A plan as rules: an ordinary `dict[str, str]` that prints as a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "(no rules: every parameter stays whole on every rank)"
+        width = max(len(pattern) for pattern in self)
+        return "\n".join(f"{pattern:<{width}}  {style}" for pattern, style in self.items())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision about one model, comparable and printable; applying it decides nothing more.
+
+    Attributes:
+        entries: One per module or parameter that a rule names, in model order.
+        rules: The merged rules they came from.
+    """
+
+    entries: tuple[Entry, ...]
+    rules: PlanRules
+
+    def by_style(self) -> dict[str, list[str]]:
+        """Style → the names that have it."""
+        styles: dict[str, list[str]] = {}
+        for entry in self.entries:
+            styles.setdefault(entry.style, []).append(entry.name)
+        return styles
+
+    def __str__(self) -> str:
+        rows = [(generalize(e.name), e.style, e.origin) for e in self.entries]
+        rows.sort()
+        lines = []
+        for (pattern, style, origin), group in groupby(rows):
+            lines.append((pattern, style, origin, len(list(group))))
+        if not lines:
+            return str(PlanRules())
+        width = max(len(line[0]) for line in lines)
+        return "\n".join(f"{p:<{width}}  {s:<24} {o:<6} × {n}" for p, s, o, n in lines)
+
+
+def resolve(
+    names: ModelNames,
+    own_rules: Mapping[str, str],
+    user_rules: Mapping[str, str] | None,
+    styles: Collection[str],
+) -> Plan:
+    """Merge the model's rules with the user's and turn them into concrete entries.
+
+    Args:
+        names: The model.
+        own_rules: Rules that the model ships. One that matches nothing is dropped: shipped plans
+            name parts that a given config does not have (a dense model's experts).
+        user_rules: None: the model's own. `{}`: no rule at all. Otherwise single rules that
+            replace or join the model's; names may be relative to the base model.
+        styles: Names of all known styles.
+
+    Returns:
+        The plan, entries in model order.
+
+    Raises:
+        PlanError: A user's rule matches nothing, a style is unknown, or two tied weights are cut in
+            two ways. All problems are listed, each with the closest real names.
+    """
+    all_names = list(names.modules) + list(names.params)
+    problems: list[str] = []
+    user: dict[str, str] = {}
+    for pattern, style in (user_rules or {}).items():
+        problems += _type_problems(pattern, style)
+        if problems and not isinstance(pattern, str):
+            continue
+        full = full_pattern(pattern, all_names, names.base_prefix)
+        if full is None:
+            problems.append(_unmatched(pattern, all_names))
+        user[full or pattern] = style
+    rules = dict(own_rules) if user_rules is None else merge(own_rules, user)
+    for pattern, style in rules.items():
+        if isinstance(style, str) and style not in styles:
+            problems.append(_unknown_style(pattern, style, styles))
+    if problems:
+        raise PlanError(
+            f"The plan for {names.model} cannot be applied:",
+            problems,
+            [
+                "use the names that `for name, _ in model.named_modules(): print(name)` shows, "
+                "with * for layer numbers",
+                f"choose a style from: {', '.join(sorted(styles))}",
+                "register your own: ALL_PARALLEL_STYLES.register(name, style)",
+            ],
+        )
+    entries = _entries(names, rules, user)
+    return Plan(_follow_ties(names, entries), PlanRules(rules))
+
+
+def _type_problems(pattern: object, style: object) -> list[str]:
+    if isinstance(pattern, str) and isinstance(style, str):
+        return []
+    return [f"rule {pattern!r}: {style!r} is not a pair of strings (name pattern: style name)"]
+
+
+def _entries(
+    names: ModelNames, rules: Mapping[str, str], user: Mapping[str, str]
+) -> dict[str, Entry]:
+    ordered = sorted(rules, key=specificity)  # the most specific rule is written last and stays
+    kinds: list[tuple[Literal["module", "param"], Sequence[str]]] = [
+        ("module", list(names.modules)),
+        ("param", list(names.params)),
+    ]
+    entries: dict[str, Entry] = {}
+    for kind, known in kinds:
+        by_pattern: dict[str, list[str]] = {}
+        for name in known:
+            by_pattern.setdefault(generalize(name), []).append(name)
+        for pattern in ordered:
+            if pattern == generalize(pattern):
+                hits = by_pattern.get(pattern, [])
+            else:
+                hits = [name for name in known if matches(pattern, name)]
+            for name in hits:
+                origin: Literal["user", "model"] = "user" if pattern in user else "model"
+                entries[name] = Entry(name, kind, rules[pattern], pattern, origin)
+    position = {name: n for n, name in enumerate([*names.modules, *names.params])}
+    return dict(sorted(entries.items(), key=lambda item: position[item[0]]))
+
+
+def _follow_ties(names: ModelNames, entries: dict[str, Entry]) -> tuple[Entry, ...]:
+    groups: dict[str, list[str]] = {}
+    for name, first in names.tied.items():
+        groups.setdefault(first, [first]).append(name)
+    problems = []
+    for params in groups.values():
+        uses = [_use_of(names, entries, param) for param in params]
+        changes, problem = agree(uses)
+        if problem:
+            problems.append(problem)
+        for module, style in changes.items():
+            rule = next((u.module for u in uses if u.module != module and u.style), module)
+            entries[module] = Entry(module, "module", style, rule, "tied")
+    if problems:
+        raise PlanError(
+            f"The plan for {names.model} cuts a tied weight in two ways:",
+            problems,
+            ["name only one of the two modules: the other follows", "untie the weights"],
+        )
+    return tuple(entries.values())
+
+
+def _use_of(names: ModelNames, entries: Mapping[str, Entry], param: str) -> TiedUse:
+    module = names.owners[param]
+    entry = entries.get(module)
+    return TiedUse(
+        module=module,
+        is_embedding="embed" in names.modules[module].lower(),
+        style=entry.style if entry else None,
+        explicit=entry is not None and entry.origin == "user",
+    )
+
+
+def _unmatched(pattern: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(pattern, {generalize(n) for n in names}, n=3, cutoff=0.5)
+    last = pattern.rsplit(".", 1)[-1]
+    near += sorted({generalize(n) for n in names if n.rsplit(".", 1)[-1] == last} - set(near))[:2]
+    closest = f"; closest names: {', '.join(near)}" if near else ""
+    return f"rule {pattern!r} matches no module and no parameter{closest}"
+
+
+def _unknown_style(pattern: str, style: str, styles: Collection[str]) -> str:
+    near = difflib.get_close_matches(style, list(styles), n=2, cutoff=0.5)
+    meant = f"; closest styles: {', '.join(near)}" if near else ""
+    return f"rule {pattern!r} names the unknown style {style!r}{meant}"
