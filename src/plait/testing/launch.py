@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.errors import RankError
 from plait.testing import jobs, reports
-from plait.testing.pool import Pool
+from plait.testing.pool import GRACE_S, Pool
 
 
 def run_ranks(
@@ -18,6 +18,7 @@ def run_ranks(
     timeout: float = 60.0,
     backend: str | None = "gloo",
     check: bool = True,
+    grace: float = GRACE_S,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` on `n` new processes that form one process group.
@@ -34,6 +35,8 @@ def run_ranks(
         backend: Process group to initialise. None initialises none: the ranks find the
             environment that torchrun sets up, for code that does the initialisation itself.
         check: Raise if any rank fails. False returns an `Outcome` per rank instead of its value.
+        grace: Seconds the other ranks may go on after one has failed or died; raise it to see
+            how they learn of it.
         env: Environment variables to set in the ranks.
 
     Returns:
@@ -57,7 +60,7 @@ def run_ranks(
             extra=tuple({**extra, **(env or {})}.items()),
         )
         job = jobs.Job(*_address(fn), group=group, wants_value=True)
-        outcomes = pool.run(job, n, args=args, timeout_s=timeout)
+        outcomes = pool.run(job, n, args=args, timeout_s=timeout, grace_s=grace)
     if not check:
         return list(outcomes)
     failed = reports.failed_ranks(outcomes)

@@ -161,13 +161,18 @@ def _arguments(item: pytest.Function) -> dict[str, Any]:
     values = {
         name: item.funcargs[name] for name in _argument_names(item) if name not in LOCAL_ARGUMENTS
     }
-    for name, value in values.items():
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            pytest.fail(
-                f"the value of `{name}` ({type(value).__name__}) cannot be pickled to the ranks: "
-                f"{error}. Build it inside the test body, or pass what it is built from.",
-                pytrace=False,
-            )
+    problems = [problem for name in values if (problem := _unpicklable(name, values[name]))]
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
     return values
+
+
+def _unpicklable(name: str, value: object) -> str | None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return (
+            f"the value of `{name}` ({type(value).__name__}) cannot be pickled to the ranks: "
+            f"{error}. Build it inside the test body, or pass what it is built from."
+        )
+    return None

@@ -24,11 +24,14 @@ from typing import Any
 from plait.testing import jobs, typecheck, worker
 
 GRACE_S = 1.0
-"""How long the other ranks may go on after one has failed or died, before they are stopped."""
+"""Default for how long the other ranks may go on after one has failed or died."""
 
 _THREADS = {
-    name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-} | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 class Pool:
@@ -62,6 +65,7 @@ class Pool:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         timeout_s: float | None = None,
+        grace_s: float = GRACE_S,
     ) -> list[jobs.Outcome]:
         """Run a job on ranks 0 … world_size − 1 and wait for all of them.
 
@@ -71,6 +75,7 @@ class Pool:
             args: Positional arguments, pickled once for all ranks.
             kwargs: Keyword arguments, likewise.
             timeout_s: Seconds after which ranks still running are dumped and killed.
+            grace_s: Seconds the other ranks may go on after one has failed or died.
 
         Returns:
             One outcome per rank, in rank order. Never raises for what a rank did.
@@ -86,7 +91,7 @@ class Pool:
             one.clear_files()
         for one in ranks:
             one.send(message, arguments)
-        outcomes = _collect(ranks, limit_s)
+        outcomes = _collect(ranks, limit_s, grace_s)
         for one, outcome in zip(ranks, outcomes, strict=True):
             outcome.output = one.output()
         if _out_of_step(outcomes):
@@ -221,7 +226,7 @@ def warm_up() -> None:
             forkserver.ensure_running()
 
 
-def _collect(ranks: list[_Worker], limit_s: float) -> list[jobs.Outcome]:
+def _collect(ranks: list[_Worker], limit_s: float, grace_s: float) -> list[jobs.Outcome]:
     """Wait for all ranks; after the first failure only a little longer."""
     outcomes: dict[int, jobs.Outcome] = {}
     deadline = time.monotonic() + limit_s
@@ -237,7 +242,7 @@ def _collect(ranks: list[_Worker], limit_s: float) -> list[jobs.Outcome]:
                 outcomes[rank] = _receive(ranks[rank])
                 if outcomes[rank].status in ("failed", "died") and not failed:
                     failed = True
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
     stuck = [rank for rank in range(len(ranks)) if rank not in outcomes]
     for rank, stack in zip(stuck, _stacks([ranks[r] for r in stuck]), strict=True):
         what = "was still running when another rank failed" if failed else None

@@ -1,6 +1,8 @@
 """Checking of plait's annotations, shapes included, while tests run; ordinary use pays nothing."""
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 _state = {"on": False}
 
@@ -20,9 +22,17 @@ def install() -> bool:
         return False
     from jaxtyping import install_import_hook
 
-    install_import_hook("plait", "beartype.beartype")
+    install_import_hook("plait", f"{__name__}.check")
     _state["on"] = True
     return True
+
+
+def check(checked: Callable[..., Any]) -> Callable[..., Any]:
+    """beartype, with an int taken where a float is annotated, as type checkers do (PEP 484)."""
+    from beartype import BeartypeConf, beartype
+
+    result: Callable[..., Any] = beartype(conf=BeartypeConf(is_pep484_tower=True))(checked)
+    return result
 
 
 def installed() -> bool:

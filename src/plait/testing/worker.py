@@ -61,7 +61,7 @@ def main(conn: Connection, settings: jobs.Settings) -> None:
 
 def _prepare_process(settings: jobs.Settings) -> None:
     _redirect_output(settings.log_path)
-    stacks = open(settings.stacks_path, "w")  # noqa: SIM115 - open for the life of the rank
+    stacks = open(settings.stacks_path, "w")
     _open_files.append(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it closes the pipe
@@ -167,7 +167,8 @@ def _sequence_number() -> int | None:
 
 
 def _failure(error: BaseException) -> jobs.Outcome:
-    if type(error).__name__ == "Skipped" and type(error).__module__ == "_pytest.outcomes":
+    outcomes: Any = sys.modules.get("_pytest.outcomes")
+    if outcomes is not None and isinstance(error, outcomes.Skipped):
         return jobs.Outcome("skipped", text=str(error))
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
