@@ -1,1 +1,41 @@
-"""."""
+"""Differentiable collectives on one mesh axis. Nobody else in plait talks to other ranks.
+
+Raw collectives are in `raw`, their differentiable pairs in `pairs`, the bridge from DTensor
+parameters to local tensors in `parameters`, control messages in `control`, counting in `counting`.
+"""
+
+from plait.comm.control import announce_failure, exchange, set_timeout
+from plait.comm.counting import Count, Tally, count
+from plait.comm.pairs import (
+    copy_to,
+    gather_copy,
+    gather_from,
+    scatter_sum,
+    split_to,
+    sum_from,
+)
+from plait.comm.parameters import local
+from plait.comm.raw import all_gather, all_reduce, all_reduce_, broadcast, reduce_scatter
+from plait.comm.sizes import chunk_sizes
+
+__all__ = [
+    "Count",
+    "Tally",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "announce_failure",
+    "broadcast",
+    "chunk_sizes",
+    "copy_to",
+    "count",
+    "exchange",
+    "gather_copy",
+    "gather_from",
+    "local",
+    "reduce_scatter",
+    "scatter_sum",
+    "set_timeout",
+    "split_to",
+    "sum_from",
+]

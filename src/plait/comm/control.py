@@ -1,0 +1,63 @@
+"""Control between the ranks of an axis: small messages, failures, time limits."""
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.comm.group import group_of, transport_of
+
+
+def exchange(obj: Any, mesh: DeviceMesh) -> list[Any]:
+    """Give every rank every rank's object.
+
+    Args:
+        obj: A small object that can be pickled.
+        mesh: The axis, a 1-D mesh.
+
+    Returns:
+        The objects in group-rank order.
+
+    Raises:
+        RankError: A rank asked for something else, died, or did not come in time.
+
+    Comm:
+        A control message, not counted as a collective.
+    """
+    group = group_of(mesh)
+    if group.size == 1:
+        return [obj]
+    return transport_of(group).exchange(obj)
+
+
+def announce_failure(mesh: DeviceMesh, message: str) -> None:
+    """Tell the other ranks of the axis that this one has failed and will not come.
+
+    Those that wait for it in a collective, or come to one later, raise
+    [`RankError`][plait.errors.RankError] with the message instead of waiting. Each rank hears of it
+    once; a caller that recovers may use the axis again.
+
+    Args:
+        mesh: The axis, a 1-D mesh.
+        message: What happened.
+    """
+    group = group_of(mesh)
+    if group.size > 1:
+        transport_of(group).announce_failure(message)
+
+
+def set_timeout(mesh: DeviceMesh, seconds: float) -> float:
+    """Set how long collectives on an axis wait for a rank that does not come.
+
+    The default is the process group's own time limit. Only the link between ranks of one host
+    obeys; torch.distributed keeps to the limit the group was made with.
+
+    Args:
+        mesh: The axis, a 1-D mesh.
+        seconds: The limit.
+
+    Returns:
+        The limit that held before.
+    """
+    group = group_of(mesh)
+    before, group.timeout_s = group.timeout_s, float(seconds)
+    return before
