@@ -1,1 +1,30 @@
-"""."""
+"""Parallel styles: how one module is cut and what happens at its border."""
+
+from plait.styles.embedding import EmbeddingParallel
+from plait.styles.layer import TensorParallelLayer
+from plait.styles.linear import ColwiseParallel, RowwiseParallel
+from plait.styles.packed import PackedColwiseParallel, PackedRowwiseParallel
+from plait.styles.registry import ALL_PARALLEL_STYLES, ParallelInterface
+from plait.styles.whole import (
+    AllReduceParallel,
+    LocalParamsParallel,
+    ReplicatedWithGradAllReduce,
+    ReplicateParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ALL_PARALLEL_STYLES",
+    "AllReduceParallel",
+    "ColwiseParallel",
+    "EmbeddingParallel",
+    "LocalParamsParallel",
+    "PackedColwiseParallel",
+    "PackedRowwiseParallel",
+    "ParallelInterface",
+    "ReplicateParallel",
+    "ReplicatedWithGradAllReduce",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "TensorParallelLayer",
+]

@@ -1,0 +1,174 @@
+"""What plait remembers about a module it has split, and the whole tensors behind the split ones."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from plait.comm import all_gather
+from plait.errors import PlanError
+from plait.layout import DistributedConfig, ParallelismConfig
+from plait.plan import Plan
+from plait.plan.intervals import ParamLayout, even, packed, whole
+
+STATE = "_plait"
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """How one module was split; found with [`state_of`][plait.state.state_of].
+
+    Attributes:
+        mesh: The mesh of all axes.
+        tp_mesh: Its tensor-parallel axis.
+        plan: Every decision that was applied.
+        layouts: Parameter name → which index ranges each rank of the axis holds.
+        config: The config it was split with.
+    """
+
+    mesh: DeviceMesh
+    tp_mesh: DeviceMesh
+    plan: Plan
+    layouts: Mapping[str, ParamLayout]
+    config: ParallelismConfig | DistributedConfig
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks on the tensor-parallel axis."""
+        return self.tp_mesh.size()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelState":
+        return self  # nothing in it changes, and a mesh cannot be copied
+
+
+def state_of(module: nn.Module) -> ParallelState | None:
+    """The state that `parallelize` left on `module`, or None where it was not split."""
+    state: ParallelState | None = module.__dict__.get(STATE)
+    return state
+
+
+def layout_of(param: torch.Tensor, num_ranks: int, name: str) -> ParamLayout:
+    """The index ranges that a DTensor's placement on a one-axis mesh stands for.
+
+    Args:
+        param: A DTensor, or a plain tensor (whole on every rank).
+        num_ranks: Size of the axis.
+        name: For messages.
+
+    Raises:
+        PlanError: The placement is none of `Replicate`, `Shard`, `_StridedShard`.
+    """
+    shape = tuple(param.shape)
+    placement = param.placements[0] if isinstance(param, DTensor) else Replicate()
+    if isinstance(placement, _StridedShard):
+        parts = placement.split_factor
+        sections = (shape[placement.dim] // parts,) * parts
+        return packed(shape, placement.dim, num_ranks, sections)
+    if isinstance(placement, Shard):
+        return even(shape, placement.dim, num_ranks)
+    if isinstance(placement, Replicate):
+        return whole(shape)
+    raise PlanError(
+        f"The placement {placement} of parameter {name!r}:",
+        "plait cannot tell which index ranges each rank would read",
+        "use Shard(dim) or Replicate() in shard_param",
+    )
+
+
+def gather_whole(x_local: torch.Tensor, layout: ParamLayout, mesh: DeviceMesh) -> torch.Tensor:
+    """The whole tensor on every rank, in its original order.
+
+    Args:
+        x_local: This rank's part, `layout.local_shape(rank)`.
+        layout: Which index ranges each rank holds.
+        mesh: The axis.
+
+    Returns:
+        The tensor of shape `layout.shape`.
+
+    Comm:
+        One all-gather of the tensor, where it is split at all.
+    """
+    if layout.dim is None:
+        return x_local
+    gathered = all_gather(x_local.contiguous(), mesh, dim=layout.dim, sizes=layout.sizes)
+    flat = [piece for pieces in layout.pieces for piece in pieces]
+    if flat == sorted(flat):
+        return gathered
+    x = torch.empty_like(gathered)
+    start = 0
+    for a, b in flat:
+        x.narrow(layout.dim, a, b - a).copy_(gathered.narrow(layout.dim, start, b - a))
+        start += b - a
+    return x
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer, whole, on the CPU of every rank.
+
+    Args:
+        module: A module that `parallelize` has split, or any other.
+
+    Returns:
+        Name → tensor, with the names and shapes of the unsplit module. Tied tensors appear under
+        each of their names, sharing storage.
+
+    Comm:
+        One all-gather for each split parameter. All ranks of the axis must call it.
+    """
+    return dict(_whole_tensors(module, module.state_dict(keep_vars=True), lambda x: x))
+
+
+def full_grads(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradient of every parameter that has one, whole, on the CPU of every rank.
+
+    Args:
+        module: A module that `parallelize` has split, or any other, after a backward pass.
+
+    Returns:
+        Name → gradient, with the names and shapes of the unsplit module; a tied parameter once.
+
+    Comm:
+        One all-gather for each split parameter. All ranks of the axis must call it.
+    """
+    params = {n: p for n, p in module.named_parameters() if p.grad is not None}
+    return dict(_whole_tensors(module, params, lambda x: x.grad))
+
+
+def held_fraction(module: nn.Module) -> float:
+    """Parameter elements that this rank holds ÷ all of the module's; a tied parameter counts once.
+
+    Comm: none.
+    """
+    held = total = 0
+    for param in module.parameters():
+        total += param.numel()
+        held += param.to_local().numel() if isinstance(param, DTensor) else param.numel()
+    return held / total if total else 1.0
+
+
+def _whole_tensors(
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    pick: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    state = state_of(module)
+    done: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            x = pick(tensor)
+            if x is None:
+                continue
+            if id(tensor) not in done:
+                if isinstance(x, DTensor):
+                    if state is not None and name in state.layouts:
+                        x = gather_whole(x.to_local(), state.layouts[name], state.tp_mesh)
+                    else:
+                        x = x.full_tensor()
+                done[id(tensor)] = x.detach().cpu().clone()
+            yield name, done[id(tensor)]

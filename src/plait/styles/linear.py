@@ -1,0 +1,375 @@
+"""Column- and row-parallel linear layers.
+
+A pair of them needs two collectives: the first multiplies a whole input by its columns of the
+weight, the second multiplies the split result by its rows and sums.
+
+| layer | weight `[out, in]` | bias | input arrives | output leaves |
+|---|---|---|---|---|
+| `colwise` | `Shard(0)` | `Shard(0)` | whole | split on the last dim |
+| `colwise_gather_output` | `Shard(0)` | `Shard(0)` | whole | whole |
+| `rowwise` | `Shard(1)` | whole | split on the last dim | whole |
+| `rowwise_split_input` | `Shard(1)` | whole | whole | whole |
+
+Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3: Y = GeLU(X [A₁ A₂]), Z = Y₁ B₁ + Y₂ B₂.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plait.comm import (
+    all_gather,
+    all_reduce_,
+    copy_to,
+    gather_copy,
+    gather_from,
+    local,
+    scatter_sum,
+    split_to,
+    sum_from,
+)
+from plait.errors import PlanError
+from plait.plan.intervals import even
+from plait.styles.layer import (
+    Args,
+    Kwargs,
+    TensorParallelLayer,
+    bind_forward,
+    border_of,
+    first_input,
+    hooks_are,
+)
+from plait.styles.params import LocalParams, place
+from plait.styles.registry import ALL_PARALLEL_STYLES
+
+
+class ColwiseParallel(TensorParallelLayer):
+    """Each rank computes its slice of the output features.
+
+    Parameters: a weight of two or more dims is `Shard(-2)` (output features), a 1-D one `Shard(0)`.
+
+    Args:
+        input_layouts: How the input arrives: `Replicate()` (default), `Shard(d)` (gathered first),
+            `Partial()` (summed first).
+        output_layouts: How the output leaves: `Shard(-1)` (default) stays as it is computed,
+            `Replicate()` is gathered, any other `Shard(d)` is gathered and cut again.
+        use_local_output: Whether a plain tensor leaves (default) or a DTensor.
+
+    Comm:
+        Input `Replicate()`: backward, one all-reduce of the input, shared by all modules that take
+        the same tensor. Input `Shard(d)`: forward all-gather, backward reduce-scatter. Output
+        `Replicate()`: forward one all-gather of the output, backward nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Shard(-1)
+        self.use_local_output = use_local_output
+
+    def validate(self, module: nn.Module, mesh: DeviceMesh, name: str) -> None:
+        """Refuse a module that is no linear layer."""
+        _validate_linear(module, "colwise", name)
+
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Refuse a parameter without a dim of output features."""
+        _validate_dims(module, param, parameter_name, "colwise")
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Cut the output features."""
+        tensor = module._parameters.get(param)
+        if tensor is not None:
+            place(module, param, mesh, Shard(max(tensor.ndim - 2, 0)))
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """Always: the matmul runs on local tensors."""
+        return True
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh
+    ) -> tuple[Args, Kwargs]:
+        """Bring the input to every rank whole."""
+        x, put = first_input(args, kwargs)
+        return put(to_replicate(x, self.input_layouts, mesh))
+
+    def transform_output_post_forward(
+        self, module: nn.Module, output: Any, mesh: DeviceMesh
+    ) -> Any:
+        """Gather the output features, or leave them split."""
+        out_features = module.out_features if hasattr(module, "out_features") else None
+        return leave_split_features(
+            output, out_features, self.output_layouts, self.use_local_output, mesh
+        )
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Put the border around the forward; a plain `nn.Linear` gets one fused function."""
+        plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+        simple = isinstance(self.input_layouts, Replicate) and self.use_local_output
+        if plain and simple and hooks_are(self, ColwiseParallel):
+            if self.output_layouts == Shard(-1):
+                return bind_forward(module, self, mesh, _colwise_linear)
+            if isinstance(self.output_layouts, Replicate):
+                return bind_forward(module, self, mesh, _colwise_gather_linear)
+        return super().install_forward(module, mesh)
+
+
+class RowwiseParallel(TensorParallelLayer):
+    """Each rank multiplies its slice of the input features; the products are summed.
+
+    Parameters: the weight is `Shard(-1)` (input features); the bias is whole on every rank and
+    added once, after the sum.
+
+    Args:
+        input_layouts: How the input arrives: `Shard(-1)` (default) or `Replicate()` (sliced).
+        output_layouts: How the output leaves: `Replicate()` (default) is an all-reduce, `Shard(d)`
+            a reduce-scatter, `Partial()` leaves the terms unsummed (then without the bias).
+        use_local_output: Whether a plain tensor leaves (default) or a DTensor.
+
+    Comm:
+        Forward one all-reduce (or reduce-scatter) of the output. Backward nothing for an input that
+        arrives split; one all-gather of the input's gradient for one that arrives whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = input_layouts or Shard(-1)
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def validate(self, module: nn.Module, mesh: DeviceMesh, name: str) -> None:
+        """Refuse a module that is no linear layer."""
+        _validate_linear(module, "rowwise", name)
+
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Refuse a parameter without a dim of input features."""
+        _validate_dims(module, param, parameter_name, "rowwise")
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Cut the input features; leave the bias whole."""
+        tensor = module._parameters.get(param)
+        if tensor is not None:
+            place(module, param, mesh, Shard(tensor.ndim - 1) if tensor.ndim > 1 else Replicate())
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """Always: the matmul runs on local tensors."""
+        return True
+
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> LocalParams:
+        """Local weight, and no bias: it is added once, after the sum."""
+        return _WithoutBias(module)
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh
+    ) -> tuple[Args, Kwargs]:
+        """Bring this rank's slice of the input features."""
+        x, put = first_input(args, kwargs)
+        if isinstance(x, DTensor):
+            return put(x.redistribute(placements=[Shard(x.ndim - 1)]).to_local())
+        if isinstance(self.input_layouts, Replicate):
+            return put(split_to(x, mesh, dim=-1))
+        return args, kwargs
+
+    def transform_output_post_forward(
+        self, module: nn.Module, output: Any, mesh: DeviceMesh
+    ) -> Any:
+        """Sum the terms and add the bias."""
+        layout = self.output_layouts
+        if isinstance(layout, Replicate):
+            output = sum_from(output, mesh)
+        elif isinstance(layout, Shard):
+            output = scatter_sum(output, mesh, dim=layout.dim)
+        bias = module._parameters.get("bias")
+        if bias is not None and not isinstance(layout, Partial):
+            whole = local(bias, "sum" if isinstance(layout, Shard) else "own")
+            if isinstance(layout, Shard) and layout.dim in (-1, output.ndim - 1):
+                whole = split_to(local(bias), mesh, dim=-1)
+            output = output + whole
+        if self.use_local_output:
+            return output
+        return DTensor.from_local(output, mesh, [layout], run_check=False)
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Put the border around the forward; a plain `nn.Linear` gets one fused function."""
+        plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+        simple = isinstance(self.output_layouts, Replicate) and self.use_local_output
+        if plain and simple and hooks_are(self, RowwiseParallel):
+            split = isinstance(self.input_layouts, Replicate)
+            return bind_forward(
+                module, self, mesh, _rowwise_split_linear if split else _rowwise_linear
+            )
+        return super().install_forward(module, mesh)
+
+
+class _WithoutBias(LocalParams):
+    """Local parameters of a module, its bias hidden."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        bias = self.params.get("bias")
+        if bias is not None:
+            self.saved.append(("bias", bias))
+            self.params["bias"] = None
+        for name, param in self.params.items():
+            if isinstance(param, DTensor):
+                self.saved.append((name, param))
+        for name, param in self.saved:
+            if name != "bias":
+                self.params[name] = local(param)  # type: ignore[assignment]
+
+
+def to_replicate(x: torch.Tensor, layout: Placement, mesh: DeviceMesh) -> torch.Tensor:
+    """A module's input, whole on every rank, whose gradient on each rank is one term of a sum.
+
+    Args:
+        x: The input: plain, in the given layout, or a DTensor, in its own.
+        layout: How a plain `x` lies.
+        mesh: The axis.
+    """
+    if isinstance(x, DTensor):
+        whole: torch.Tensor = x.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined,no-any-return]
+    if isinstance(layout, Shard):
+        return gather_copy(x, mesh, dim=layout.dim)
+    if isinstance(layout, Partial):
+        return copy_to(sum_from(x, mesh), mesh)
+    return copy_to(x, mesh)
+
+
+def leave_split_features(
+    output: torch.Tensor,
+    num_features: int | None,
+    layout: Placement,
+    use_local: bool,
+    mesh: DeviceMesh,
+) -> torch.Tensor:
+    """An output that is split on its last dim, in the layout that the next module expects.
+
+    Args:
+        output: `[..., features_local]`.
+        num_features: Width of the whole last dim, needed where a DTensor leaves.
+        layout: `Shard(-1)`, `Replicate()` or another `Shard(d)`.
+        use_local: Whether a plain tensor leaves.
+        mesh: The axis.
+    """
+    if isinstance(layout, Shard) and layout.dim in (-1, output.ndim - 1):
+        if use_local:
+            return output
+        shape = (*output.shape[:-1], num_features or output.shape[-1] * mesh.size())
+        stride = torch.empty(shape, device="meta").stride()
+        placements = [Shard(output.ndim - 1)]
+        return DTensor.from_local(
+            output, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+    output = gather_from(output, mesh, dim=-1, sizes=uneven_sizes(num_features, mesh.size()))
+    if isinstance(layout, Shard):
+        output = split_to(output, mesh, dim=layout.dim)
+    if use_local:
+        return output
+    return DTensor.from_local(output, mesh, [layout], run_check=False)
+
+
+@lru_cache(maxsize=1024)
+def uneven_sizes(num_features: int | None, num_ranks: int) -> tuple[int, ...] | None:
+    """Width on each rank of `num_features` split as `torch.chunk` does; None where all are equal."""
+    if num_features is None or num_features % num_ranks == 0:
+        return None
+    return even((num_features,), 0, num_ranks).sizes
+
+
+def _validate_linear(module: nn.Module, style: str, name: str) -> None:
+    if isinstance(module, nn.Linear):
+        return
+    weight = module._parameters.get("weight")
+    features = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if weight is not None and tuple(weight.shape) == features:
+        return
+    raise PlanError(
+        f"Style {style!r} on {name!r}:",
+        f"{type(module).__name__} is not a linear layer with a weight [out_features, in_features]",
+        ["name the linear layers inside it", "register a style of your own for this class"],
+    )
+
+
+def _validate_dims(module: nn.Module, param: str, parameter_name: str | None, style: str) -> None:
+    tensor = module._parameters.get(param)
+    if tensor is not None and tensor.ndim == 0:
+        raise PlanError(
+            f"Style {style!r} on {parameter_name or param!r}:",
+            "it is a scalar; there is no dimension to cut",
+            "give it the style 'replicate'",
+        )
+
+
+# The forwards of plain nn.Linear layers, with nothing decided at call time but the grad mode.
+
+
+def _colwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    mesh = border_of(module).mesh
+    if isinstance(input, DTensor):
+        x = to_replicate(input, Replicate(), mesh)
+    else:
+        x = copy_to(input, mesh)
+    return F.linear(x, local(weight), None if bias is None else local(bias))
+
+
+def _colwise_gather_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    output = _colwise_linear(module, input)
+    mesh = border_of(module).mesh
+    sizes = uneven_sizes(module.out_features, mesh.size())  # type: ignore[arg-type]
+    if torch.is_grad_enabled():
+        return gather_from(output, mesh, dim=-1, sizes=sizes)
+    replacement = module.__dict__.get("_plait_output")
+    if replacement is not None:  # generate() may ask for the best candidates only
+        return replacement(output)  # type: ignore[no-any-return]
+    return all_gather(output, mesh, dim=-1, sizes=sizes)
+
+
+def _rowwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    mesh = border_of(module).mesh
+    if isinstance(input, DTensor):
+        input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
+    output = F.linear(input, local(weight))
+    if torch.is_grad_enabled():
+        output = sum_from(output, mesh)
+        return output if bias is None else output + local(bias)
+    output = all_reduce_(output, mesh)
+    return output if bias is None else output.add_(local(bias))
+
+
+def _rowwise_split_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    if not isinstance(input, DTensor):
+        input = split_to(input, border_of(module).mesh, dim=-1)
+    return _rowwise_linear(module, input)
+
+
+_gathered = ColwiseParallel(output_layouts=Replicate())
+_sliced = RowwiseParallel(input_layouts=Replicate())
+ALL_PARALLEL_STYLES.register("colwise", ColwiseParallel())
+ALL_PARALLEL_STYLES.register("colwise_gather_output", _gathered)
+ALL_PARALLEL_STYLES.register("colwise_rep", _gathered)
+ALL_PARALLEL_STYLES.register("rowwise", RowwiseParallel())
+ALL_PARALLEL_STYLES.register("rowwise_split_input", _sliced)
+ALL_PARALLEL_STYLES.register("rowwise_rep", _sliced)

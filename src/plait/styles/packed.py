@@ -1,0 +1,207 @@
+"""Fused linear layers: several matrices packed into one weight.
+
+`gate_up_proj` holds the gate's and the up projection's rows one after the other, `qkv_proj` those
+of q, k and v. A plain cut would give rank 0 the gate and rank 1 the up projection. These styles cut
+every packed part by itself, so that a rank's output is `[gate_local, up_local]` and the `chunk` or
+`split` in the model's own code stays right.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from plait.errors import PlanError
+from plait.plan.intervals import ParamLayout, packed
+from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
+from plait.styles.linear import RowwiseParallel, to_replicate
+from plait.styles.params import place, set_param
+from plait.styles.registry import ALL_PARALLEL_STYLES
+
+
+class _Packed(TensorParallelLayer):
+    """What both packed styles share: which parts a parameter has and how it is cut.
+
+    Args:
+        split_factor: Number of parts of equal size.
+        sections: Sizes of parts that are not equal, in any common unit: `(4, 1, 1)` for 8 query
+            and 2 + 2 key/value heads. Overrides `split_factor`.
+    """
+
+    style_name = "packed"
+
+    def __init__(self, *, split_factor: int = 2, sections: Sequence[int] | None = None) -> None:
+        if split_factor < 1 or (sections is not None and min(sections, default=0) < 1):
+            raise PlanError(
+                f"{type(self).__name__}(split_factor={split_factor}, sections={sections}):",
+                "a packed weight has one part or more, each of at least one row",
+                "split_factor=2 for gate and up; sections=(q, k, v) for a fused qkv",
+            )
+        self.split_factor = split_factor
+        self.sections = tuple(sections) if sections is not None else None
+
+    def packed_dim(self, ndim: int) -> int | None:
+        """The dim along which a parameter of `ndim` dims is packed, or None: it stays whole."""
+        raise PlanError(f"{type(self).__name__} names no packed dim", "", "override packed_dim")
+
+    def part_sizes(self, size: int) -> tuple[int, ...] | None:
+        """Sizes of the parts of a dim of `size`, or None where they do not add up to it."""
+        if self.sections is None:
+            whole = size % self.split_factor == 0
+            return (size // self.split_factor,) * self.split_factor if whole else None
+        total = sum(self.sections)
+        return tuple(s * size // total for s in self.sections) if size % total == 0 else None
+
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Refuse a dim that does not consist of these parts, and parts that do not divide."""
+        tensor = module._parameters.get(param)
+        dim = None if tensor is None or tensor.ndim == 0 else self.packed_dim(tensor.ndim)
+        if tensor is None or dim is None:
+            return
+        size, num_ranks = tensor.shape[dim], mesh.size()
+        parts = self.part_sizes(size)
+        asked = f"Style {self.style_name!r} on {parameter_name or param!r}:"
+        units = self.sections or (1,) * self.split_factor
+        if parts is None:
+            raise PlanError(
+                asked,
+                f"dim {dim} of size {size} does not consist of parts in the ratio {units}",
+                "register the style with the sections of this weight",
+            )
+        bad = [part for part in parts if part % num_ranks]
+        if bad:
+            shared = gcd(*parts)
+            sizes = [n for n in range(1, 17) if shared % n == 0]
+            raise PlanError(
+                asked,
+                f"its parts of sizes {parts} along dim {dim} do not divide by tp_size {num_ranks}",
+                [f"a tp_size that divides them all: {sizes}", "the style 'replicate'"],
+            )
+
+    def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
+        """The slices of every part that each rank holds, where the parts are not equal."""
+        tensor = module._parameters.get(param)
+        dim = None if tensor is None else self.packed_dim(tensor.ndim)
+        if tensor is None or dim is None or self.sections is None:
+            return None
+        parts = self.part_sizes(tensor.shape[dim])
+        assert parts is not None  # validate_param saw it
+        return packed(tuple(tensor.shape), dim, mesh.size(), parts)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Cut every part by itself.
+
+        Equal parts are a strided shard. Parts that are not equal have no placement of their own in
+        torch: the DTensor is then a `Shard` of the weight in rank order (each rank's slices
+        together), and the layout that is recorded with it says where each slice belongs.
+        """
+        tensor = module._parameters.get(param)
+        if tensor is None:
+            return
+        dim = self.packed_dim(tensor.ndim)
+        placement: Placement = Replicate()
+        if dim is not None and self.sections is None:
+            placement = _StridedShard(dim % tensor.ndim, split_factor=self.split_factor)
+        if dim is None or self.sections is None:
+            place(module, param, mesh, placement)
+            return
+        layout = self.param_layout(module, param, mesh)
+        assert layout is not None and layout.dim is not None
+        with torch.no_grad():
+            pieces = layout.pieces[mesh.get_local_rank()]
+            rows = [tensor.detach().narrow(layout.dim, a, b - a) for a, b in pieces]
+            local = torch.cat(rows, dim=layout.dim)
+            placed = DTensor.from_local(local, mesh, [Shard(layout.dim)], run_check=False)
+        set_param(module, param, placed, like=tensor)
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """Always: the fused matmul runs on local tensors."""
+        return True
+
+
+class PackedColwiseParallel(_Packed):
+    """Column-parallel fused layers: each rank has the matching slice of every packed part.
+
+    Parameters: packed along the output features: dim 0 of a weight `[parts · out, in]` and of a
+    bias, dim 1 of stacked experts `[experts, parts · out, in]`.
+
+    Comm:
+        Backward, one all-reduce of the input, shared by all modules that take the same tensor.
+    """
+
+    style_name = "packed_colwise"
+
+    def __init__(
+        self,
+        *,
+        use_local_output: bool = True,
+        split_factor: int = 2,
+        sections: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(split_factor=split_factor, sections=sections)
+        self.use_local_output = use_local_output
+
+    def packed_dim(self, ndim: int) -> int | None:
+        """Output features."""
+        return max(ndim - 2, 0)
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh
+    ) -> tuple[Args, Kwargs]:
+        """Bring the input to every rank whole."""
+        x, put = first_input(args, kwargs)
+        return put(to_replicate(x, Replicate(), mesh))
+
+    def transform_output_post_forward(
+        self, module: nn.Module, output: Any, mesh: DeviceMesh
+    ) -> Any:
+        """Leave the output split, part by part."""
+        if self.use_local_output or output is None:
+            return output
+        if self.sections is not None:
+            raise PlanError(
+                "PackedColwiseParallel(sections=…, use_local_output=False):",
+                "torch has no placement for parts of unequal size",
+                "use_local_output=True",
+            )
+        strided = _StridedShard(output.ndim - 1, split_factor=self.split_factor)
+        return DTensor.from_local(output, mesh, [strided], run_check=False)
+
+
+class PackedRowwiseParallel(_Packed):
+    """Row-parallel layers whose input features are packed parts.
+
+    Parameters: the last dim of a weight is packed; 1-D parameters are whole on every rank, and a
+    bias is added once, after the sum.
+
+    Comm:
+        Forward one all-reduce of the output. Backward nothing.
+    """
+
+    style_name = "packed_rowwise"
+
+    def packed_dim(self, ndim: int) -> int | None:
+        """Input features; a 1-D parameter stays whole."""
+        return ndim - 1 if ndim > 1 else None
+
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        """Local weight, and no bias: it is added once, after the sum."""
+        return _ROWWISE.context_around_forward(module, mesh)
+
+    def transform_output_post_forward(
+        self, module: nn.Module, output: Any, mesh: DeviceMesh
+    ) -> Any:
+        """Sum the terms and add the bias."""
+        return _ROWWISE.transform_output_post_forward(module, output, mesh)
+
+
+_ROWWISE = RowwiseParallel()
+ALL_PARALLEL_STYLES.register("packed_colwise", PackedColwiseParallel())
+ALL_PARALLEL_STYLES.register("packed_rowwise", PackedRowwiseParallel())

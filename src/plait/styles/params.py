@@ -1,0 +1,95 @@
+"""A module's parameters as DTensors, and the plain local tensors that its forward sees."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from plait.comm import local
+
+GradMode = Literal["own", "sum"]
+"""What a rank's gradient of a parameter is: its own (whole, or of its own shard) or one term of a sum."""
+
+
+def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace one parameter by a DTensor on `mesh`, cut from what this rank holds.
+
+    Nothing is communicated: a parameter in memory must be the same on every rank, and each rank
+    keeps its slice of it; one on the meta device becomes a placeholder that tells the reader which
+    slice to read.
+
+    Args:
+        module: The module that holds the parameter.
+        name: Its name there. A slot that holds None stays None.
+        mesh: One axis.
+        placement: Where it goes on that axis.
+    """
+    param = module._parameters.get(name)
+    if param is None:
+        return
+    with torch.no_grad():
+        placed = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
+    set_param(module, name, placed, like=param)
+
+
+def set_param(module: nn.Module, name: str, tensor: torch.Tensor, like: nn.Parameter) -> None:
+    """Put `tensor` into a parameter slot with the attributes and `requires_grad` of `like`."""
+    new = nn.Parameter(tensor, requires_grad=like.requires_grad)
+    for key, value in vars(like).items():
+        setattr(new, key, value)
+    module._parameters[name] = new
+
+
+def replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Make one parameter a DTensor that every rank of `mesh` holds whole; shares its storage."""
+    param = module._parameters.get(name)
+    if param is None or isinstance(param, DTensor):
+        return
+    with torch.no_grad():
+        whole = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
+    set_param(module, name, whole, like=param)
+
+
+class LocalParams:
+    """Context in which a module's DTensor parameters are plain local tensors.
+
+    Gradients that arrive at the local tensors reach the DTensors with their own placements.
+
+    Args:
+        module: The module whose own parameters (not its children's) are exchanged.
+        grads: Parameter name → gradient mode, for those that are not `"own"`.
+
+    Comm:
+        Backward: one all-reduce for each parameter whose mode is `"sum"`.
+    """
+
+    __slots__ = ("grads", "params", "saved")
+
+    def __init__(self, module: nn.Module, grads: Mapping[str, GradMode] | None = None) -> None:
+        self.params = module._parameters
+        self.grads = grads
+        self.saved: list[tuple[str, nn.Parameter]] = []
+
+    def __enter__(self) -> None:
+        params, grads = self.params, self.grads
+        for name, param in params.items():
+            if isinstance(param, DTensor):
+                self.saved.append((name, param))
+        for name, param in self.saved:
+            mode = grads.get(name, "own") if grads else "own"
+            params[name] = local(param, mode)  # type: ignore[assignment]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for name, param in self.saved:
+            self.params[name] = param
+        self.saved = []
