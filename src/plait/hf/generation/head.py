@@ -81,7 +81,8 @@ class HeadExchange:
     gathering by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
         self.selection: Selection | None = None
         self.unchanged = False
         self.num_gathers = 0
@@ -92,34 +93,31 @@ class HeadExchange:
         self._holds_candidates = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadExchange":
-        return HeadExchange()
+        return HeadExchange(self.mesh)
 
-    def __call__(
-        self, local_logits: Tensor, mesh: DeviceMesh, vocab_offset: int, vocab_size: int
-    ) -> Tensor:
+    def __call__(self, local_logits: Tensor) -> Tensor:
         """Full-width logits: complete, or the candidates and -inf.
 
         Args:
-            local_logits: `[..., vocab_local]`, this rank's part of the vocabulary.
-            mesh: The 1-D mesh over which the vocabulary is split.
-            vocab_offset: The token id of the first local column.
-            vocab_size: The width of the whole.
+            local_logits: `[..., vocab_local]`, this rank's part of the vocabulary; the parts follow
+                each other in the order of the ranks.
 
         Returns:
-            `[..., vocab_size]`, the same on all ranks.
+            `[..., vocab]`, the same on all ranks.
 
         Comm:
             Forward: one all-gather, of `16 * (k + 1)` bytes a row and rank with candidates or of
-            `vocab_local` logits a row and rank without; both after a cut tie. No backward.
+            `vocab_local` logits a row and rank without; both after a cut tie. One exchange of the
+            widths on the first step. No backward.
         """
-        if self._sizes is None or sum(self._sizes) != vocab_size:
-            self._sizes = exchange("vocabulary sizes", local_logits.shape[-1], mesh)
+        if self._sizes is None:
+            self._sizes = exchange("vocabulary sizes", local_logits.shape[-1], self.mesh)
         logits = None
         if self.selection is not None and self.unchanged and self._pays_off(local_logits):
-            logits = candidate_logits(local_logits, self.selection, mesh, vocab_offset, vocab_size)
+            logits = candidate_logits(local_logits, self.selection, self.mesh, self._sizes)
         self._holds_candidates = logits is not None
         if logits is None:
-            logits = comm.all_gather(local_logits, mesh, dim=-1, sizes=self._sizes)
+            logits = comm.all_gather(local_logits, self.mesh, dim=-1, sizes=self._sizes)
             self.num_gathers += 1
         else:
             self.num_exchanges += 1
@@ -157,7 +155,7 @@ class HeadExchange:
 
 
 def candidate_logits(
-    local_logits: Tensor, selection: Selection, mesh: DeviceMesh, vocab_offset: int, vocab_size: int
+    local_logits: Tensor, selection: Selection, mesh: DeviceMesh, sizes: Sequence[int]
 ) -> Tensor | None:
     """Exchanges the best local entries and scatters them into -inf.
 
@@ -165,16 +163,16 @@ def candidate_logits(
         local_logits: `[..., vocab_local]` with at least as many columns as candidates.
         selection: What decides the next token.
         mesh: The 1-D mesh over which the vocabulary is split.
-        vocab_offset: The token id of the first local column.
-        vocab_size: The width of the whole.
+        sizes: The width of every rank's part.
 
     Returns:
-        `[..., vocab_size]`, or `None` where a tie was cut (on all ranks alike).
+        `[..., vocab]`, or `None` where a tie was cut (on all ranks alike).
 
     Comm:
         One all-gather of `[2, ..., k (+ 1)]` float64. No backward.
     """
     num_best = selection.num_best
+    offset = sum(sizes[: mesh.get_local_rank()])
     if selection.ties_kept:
         values, ids = local_logits.topk(num_best + 1, dim=-1)
     else:
@@ -183,14 +181,14 @@ def candidate_logits(
         keys = local_logits.float() if local_logits.dtype == torch.float64 else local_logits
         ids = keys.max(dim=-1, keepdim=True).indices
         values = local_logits.gather(-1, ids)
-    packed = torch.stack((values.double(), (ids + vocab_offset).double()))
+    packed = torch.stack((values.double(), (ids + offset).double()))
     gathered = comm.all_gather(packed.unsqueeze(0), mesh, dim=0)  # [ranks, 2, ..., k (+ 1)]
     values = gathered[:, 0].movedim(0, -2).to(local_logits.dtype)  # [..., ranks, k (+ 1)]
     ids = gathered[:, 1].movedim(0, -2).long()
     if selection.ties_kept and _cuts_a_tie(values, selection):
         return None
     values, ids = values[..., :num_best].flatten(-2), ids[..., :num_best].flatten(-2)
-    logits = local_logits.new_full((*local_logits.shape[:-1], vocab_size), float("-inf"))
+    logits = local_logits.new_full((*local_logits.shape[:-1], sum(sizes)), float("-inf"))
     return logits.scatter_(-1, ids, values)
 
 

@@ -156,7 +156,7 @@ def _refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _call(model: Any, state: GenerationState, arguments: dict[str, Any]) -> Iterator[None]:
     """Sets up the head's border and the watch on the model's output, and removes both."""
     lm_head = model.get_output_embeddings()
-    head = HeadExchange() if lm_head is not None else None
+    head = HeadExchange(state.mesh) if lm_head is not None else None
     user_processors = bool(arguments.get("logits_processor")) or (
         arguments.get("prefix_allowed_tokens_fn") is not None
     )
