@@ -52,8 +52,8 @@ def inside(pieces: Iterable[tuple[int, int]], start: int, stop: int) -> Pieces:
 def taken(outer: Iterable[tuple[int, int]], inner: Iterable[tuple[int, int]]) -> Pieces:
     """Returns the pieces `inner` of the sequence that `outer` names, as pieces of the whole.
 
-        >>> taken(((0, 2), (4, 6)), ((1, 3),))
-        ((1, 2), (4, 5))
+    >>> taken(((0, 2), (4, 6)), ((1, 3),))
+    ((1, 2), (4, 5))
     """
     outer = tuple(outer)
     result: list[tuple[int, int]] = []

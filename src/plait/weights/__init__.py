@@ -1,1 +1,38 @@
-"""."""
+"""Each rank's byte ranges in and out of checkpoints; how parameters are made of stored tensors."""
+
+from plait.weights.checkpoint import Checkpoint, open_checkpoint
+from plait.weights.loading import LoadReport, load, mismatches
+from plait.weights.outcome import together
+from plait.weights.recipes import (
+    Concat,
+    Evaluation,
+    Narrow,
+    Opaque,
+    Recipe,
+    Regroup,
+    Select,
+    Source,
+    Stack,
+    Transpose,
+)
+from plait.weights.store import TensorStore
+
+__all__ = [
+    "Checkpoint",
+    "Concat",
+    "Evaluation",
+    "LoadReport",
+    "Narrow",
+    "Opaque",
+    "Recipe",
+    "Regroup",
+    "Select",
+    "Source",
+    "Stack",
+    "TensorStore",
+    "Transpose",
+    "load",
+    "mismatches",
+    "open_checkpoint",
+    "together",
+]

@@ -1,0 +1,26 @@
+"""What recipes read from: named tensors of which any region can be copied out."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from plait.weights.regions import Region
+
+
+@runtime_checkable
+class TensorStore(Protocol):
+    """Named tensors: a checkpoint on disk, or the parameters of a model that is being saved."""
+
+    def keys(self) -> Sequence[str]:
+        """The names of all tensors."""
+        ...
+
+    def info(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of one tensor."""
+        ...
+
+    def read_into(self, key: str, region: Region, out: Tensor) -> None:
+        """Copies a region of one tensor into `out`, cast to its dtype."""
+        ...
