@@ -13,7 +13,7 @@ class ModelNames:
         params: Parameter name → full shape. A tied parameter appears under each of its names.
         owners: Parameter name → name of the module that holds it.
         tied: Parameter name → the first name of the same tensor, for every name but the first.
-        base_prefix: Name of the submodule that a model's own plan is relative to (`"model"`), or `""`.
+        base_prefix: Submodule that a plan may be relative to (`"model"`), or `""`.
         model: What to call the model in messages.
     """
 

@@ -100,8 +100,9 @@ def resolve(
     problems: list[str] = []
     user: dict[str, str] = {}
     for pattern, style in (user_rules or {}).items():
-        problems += _type_problems(pattern, style)
-        if problems and not isinstance(pattern, str):
+        wrong = type_problems(pattern, style)
+        if wrong:
+            problems += wrong
             continue
         full = full_pattern(pattern, all_names, names.base_prefix)
         if full is None:
@@ -109,15 +110,14 @@ def resolve(
         user[full or pattern] = style
     rules = dict(own_rules) if user_rules is None else merge(own_rules, user)
     for pattern, style in rules.items():
-        if isinstance(style, str) and style not in styles:
+        if style not in styles:
             problems.append(_unknown_style(pattern, style, styles))
     if problems:
         raise PlanError(
             f"The plan for {names.model} cannot be applied:",
             problems,
             [
-                "use the names that `for name, _ in model.named_modules(): print(name)` shows, "
-                "with * for layer numbers",
+                "use names that model.named_modules() shows, with * for layer numbers",
                 f"choose a style from: {', '.join(sorted(styles))}",
                 "register your own: ALL_PARALLEL_STYLES.register(name, style)",
             ],
@@ -126,7 +126,8 @@ def resolve(
     return Plan(_follow_ties(names, entries), PlanRules(rules))
 
 
-def _type_problems(pattern: object, style: object) -> list[str]:
+def type_problems(pattern: object, style: object) -> list[str]:
+    """What is wrong with the types of one rule."""
     if isinstance(pattern, str) and isinstance(style, str):
         return []
     return [f"rule {pattern!r}: {style!r} is not a pair of strings (name pattern: style name)"]

@@ -68,8 +68,8 @@ def agree(uses: Sequence[TiedUse]) -> tuple[Mapping[str, str], str | None]:
     for use in explicit:
         if CUT_DIM[str(use.style)] != dim:
             return {}, (
-                f"{first.module!r} and {use.module!r} hold one tied weight, but {first.style!r} and "
-                f"{use.style!r} cut it differently (dims {dim} and {CUT_DIM[str(use.style)]})"
+                f"{first.module!r} and {use.module!r} hold one tied weight, but "
+                f"{first.style!r} and {use.style!r} cut it differently (dims {dim} and {CUT_DIM[str(use.style)]})"
             )
     changes = {
         use.module: follow(use, dim)

@@ -78,7 +78,7 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def hooks_are(style: "TensorParallelLayer", base: type["TensorParallelLayer"]) -> bool:
-    """Whether `style` has the call-time hooks of `base`, so that a fused forward may stand for them."""
+    """Whether `style` has the call-time hooks of `base`: a fused forward may stand for them."""
     return all(
         getattr(type(style), hook) is getattr(base, hook)
         for hook in (

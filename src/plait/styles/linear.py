@@ -10,7 +10,8 @@ weight, the second multiplies the split result by its rows and sums.
 | `rowwise` | `Shard(1)` | whole | split on the last dim | whole |
 | `rowwise_split_input` | `Shard(1)` | whole | whole | whole |
 
-Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3: Y = GeLU(X [A₁ A₂]), Z = Y₁ B₁ + Y₂ B₂.
+Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3:
+Y = GeLU(X [A₁ A₂]), Z = Y₁ B₁ + Y₂ B₂.
 """
 
 from functools import lru_cache
@@ -291,7 +292,7 @@ def leave_split_features(
 
 @lru_cache(maxsize=1024)
 def uneven_sizes(num_features: int | None, num_ranks: int) -> tuple[int, ...] | None:
-    """Width on each rank of `num_features` split as `torch.chunk` does; None where all are equal."""
+    """Width on each rank, split as `torch.chunk` does; None where all are equal."""
     if num_features is None or num_features % num_ranks == 0:
         return None
     return even((num_features,), 0, num_ranks).sizes
@@ -353,7 +354,7 @@ def _rowwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
     output = F.linear(input, local(weight))
     if torch.is_grad_enabled():
-        output = sum_from(output, mesh)
+        output = sum_from(output, mesh, fresh=True)
         return output if bias is None else output + local(bias)
     output = all_reduce_(output, mesh)
     return output if bias is None else output.add_(local(bias))

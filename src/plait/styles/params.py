@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from plait.comm import local
 
 GradMode = Literal["own", "sum"]
-"""What a rank's gradient of a parameter is: its own (whole, or of its own shard) or one term of a sum."""
+"""A rank's gradient of a parameter is its own (whole, or of its shard), or one term of a sum."""
 
 
 def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:

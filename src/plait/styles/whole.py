@@ -1,4 +1,4 @@
-"""Styles of modules whose parameters every rank holds whole: norms, and borders without parameters."""
+"""Styles of modules whose parameters every rank holds whole, and borders without parameters."""
 
 from collections.abc import Mapping
 from typing import Any
