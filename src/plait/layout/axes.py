@@ -1,0 +1,25 @@
+"""The mesh axes, their order, and which of them are built."""
+
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""Mesh axes from outermost to innermost: neighbours in rank differ in tp first, because tp talks
+most and belongs on the fastest links."""
+
+SIZE_FIELDS = (*(f"{axis}_size" for axis in AXES), "ep_size")
+"""The fields that hold a size, in axis order. Experts (ep) view the ranks of the other axes anew
+and are no axis of their own, so ep_size is not a factor of WORLD_SIZE."""
+
+UNBUILT = {
+    "dp_replicate_size": "data parallelism by copies (HSDP)",
+    "dp_shard_size": "sharded data parallelism (FSDP)",
+    "cp_size": "context parallelism (ring attention)",
+    "sp_size": "sequence parallelism (Ulysses)",
+    "ep_size": "expert parallelism",
+    "cp_handler": "context parallelism (ring attention)",
+    "enable_sequence_parallel": "sequence-parallel activations between tensor-parallel regions",
+    "ep_plan": "expert parallelism",
+    "fsdp_plan": "sharded data parallelism (FSDP)",
+    "fsdp_cpu_offload": "offload of sharded parameters",
+    "fsdp_mixed_precision": "mixed precision of sharded data parallelism",
+}
+"""Fields that are accepted and checked but whose feature does not exist in this version. Setting
+one is refused when the layout is resolved. Building a feature removes its lines here."""
