@@ -21,6 +21,7 @@ SHOW := STEP_SHOW=1 .ci/step
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONUNBUFFERED := 1
+export NO_MKDOCS_2_WARNING := 1
 
 ##@ Everything from nothing
 .PHONY: demo test
