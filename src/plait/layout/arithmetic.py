@@ -87,11 +87,11 @@ def resolve(config: "ParallelismConfig", world_size: int | None) -> Layout:
     others = math.prod(_sizes(config, 1).values()) // (config.tp_size or 1)
     derived_tp = world_size // others if _derives_tp(config) else 1
     sizes = _sizes(config, derived_tp)
-    if unbuilt:
-        raise LayoutError(_asked(config, world_size), unbuilt, _without_unbuilt(config))
-    if math.prod(sizes.values()) == 1 and not _derives_tp(config):
+    if not unbuilt and math.prod(sizes.values()) == 1 and not _derives_tp(config):
         return _single()
     problems = _arithmetic(config, sizes, others, world_size)
+    if unbuilt:
+        raise LayoutError(_asked(config, world_size), unbuilt + problems, _without_unbuilt(config))
     if problems:
         raise LayoutError(
             _asked(config, world_size), problems, _ways_out(config, sizes, others, world_size)
@@ -154,7 +154,9 @@ def _arithmetic(
             f"not divisible by {others}."
         )
     elif product != world_size:
-        problems.append(f"{factors(sizes)} = {product}, but WORLD_SIZE is {world_size}.")
+        several = sum(size > 1 for size in sizes.values()) > 1
+        computed = f"{factors(sizes)} = {product}" if several else f"{factors(sizes)} alone"
+        problems.append(f"{computed}, but WORLD_SIZE is {world_size}.")
     copy = product // sizes["dp_replicate"]
     if copy % config.ep_size:
         rest = {axis: size for axis, size in sizes.items() if axis != "dp_replicate"}

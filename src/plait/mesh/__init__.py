@@ -1,1 +1,5 @@
-"""."""
+"""Layout → DeviceMesh. All of plait's process groups are made here, once per layout."""
+
+from plait.mesh.building import axis, build, coordinates
+
+__all__ = ["axis", "build", "coordinates"]

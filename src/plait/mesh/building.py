@@ -1,0 +1,76 @@
+"""The device mesh of a layout, its axes, and a rank's place on it."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from plait.errors import LayoutError
+from plait.layout import Layout, factors
+
+
+def build(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh of a layout: the axes of size above 1, outermost first, and always "tp".
+
+    Ranks are numbered with tp fastest: on dp_replicate 2 × tp 2, ranks 0 and 1 share a copy.
+
+    Args:
+        layout: As resolved against the number of processes.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        LayoutError: There is no process group, or it has another size than the layout.
+
+    Comm: one group per axis is formed, collectively, unless the only axis is the whole world. All
+        ranks must call.
+    """
+    asked = f"a mesh of {factors(layout.sizes)}"
+    if not (dist.is_available() and dist.is_initialized()):
+        raise LayoutError(
+            asked,
+            "there is no process group",
+            (
+                "start the script with torchrun",
+                "call plait.run.process_group.ensure() or init_process_group() first",
+            ),
+        )
+    if dist.get_world_size() != layout.world_size:
+        raise LayoutError(
+            asked,
+            f"{factors(layout.sizes)} = {layout.world_size} ranks, but the process group has "
+            f"{dist.get_world_size()}",
+            "resolve the config with the size of the process group",
+        )
+    sizes = {name: size for name, size in layout.sizes.items() if size > 1 or name == "tp"}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys()))
+
+
+def axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The 1-D part of a mesh that this rank lies on along one axis.
+
+    Args:
+        mesh: A mesh with named dimensions.
+        name: The axis.
+
+    Raises:
+        LayoutError: The mesh has no such axis.
+
+    Comm: none; the axis's group was formed with the mesh.
+    """
+    names = mesh.mesh_dim_names or ()
+    if name not in names:
+        has = ", ".join(names) if names else "no names"
+        raise LayoutError(
+            f'the axis "{name}" of a device mesh of shape {tuple(mesh.shape)}',
+            f"its dimensions have {has if not names else f'the names {has}'}",
+            f'name the dimension: init_device_mesh(…, mesh_dim_names=("{name}",))',
+        )
+    return mesh if names == (name,) else mesh[name]
+
+
+def coordinates(mesh: DeviceMesh) -> str:
+    """This rank and its place on the mesh, as in "rank 3 (dp_replicate 1, tp 1)"."""
+    place = mesh.get_coordinate()
+    if place is None:
+        return f"rank {dist.get_rank()} (not on the mesh)"
+    names = mesh.mesh_dim_names or tuple(f"dim {dim}" for dim in range(mesh.ndim))
+    where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=True))
+    return f"rank {dist.get_rank()} ({where})"
