@@ -264,7 +264,7 @@ def _report(
         tuple(recipes),
         tuple(name for name, slot in empty.items() if slot.persistent),
         tuple(name for name, slot in empty.items() if not slot.persistent),
-        tuple(key for key in checkpoint.keys() if key not in used),
+        tuple(key for key in checkpoint.keys() if key not in used),  # noqa: SIM118
     )
     log.debug("%s", report)
     return report
