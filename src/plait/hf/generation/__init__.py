@@ -12,6 +12,6 @@ stay as they were. What the methods add to transformers' generate:
 """
 
 from plait.hf.generation.head import HeadExchange
-from plait.hf.generation.install import install, uninstall
+from plait.hf.generation.binding import install, uninstall
 
 __all__ = ["HeadExchange", "install", "uninstall"]
