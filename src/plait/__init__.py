@@ -1,1 +1,116 @@
-"""One PyTorch or Hugging Face model on many devices: one mesh, one config, one call."""
+"""One PyTorch or Hugging Face model on many devices: one mesh, one config, one call.
+
+Names are imported on first use, so that `import plait` costs milliseconds and needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait import styles
+    from plait.auto import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMaskedLM,
+        AutoModelForQuestionAnswering,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+        AutoModelForSpeechSeq2Seq,
+        AutoModelForTokenClassification,
+    )
+    from plait.build import parallelize
+    from plait.errors import (
+        CheckpointError,
+        LayoutError,
+        PlaitError,
+        PlanError,
+        RankError,
+        WeightsError,
+    )
+    from plait.layout import (
+        DeepSpeedSequenceParallelConfig,
+        DistributedConfig,
+        ParallelismConfig,
+        SequenceParallelConfig,
+    )
+    from plait.state import full_grads, full_state_dict, held_fraction
+    from plait.styles import ALL_PARALLEL_STYLES, ParallelInterface, TensorParallelLayer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "plait.auto": (
+        "AutoModel",
+        "AutoModelForCausalLM",
+        "AutoModelForImageTextToText",
+        "AutoModelForMaskedLM",
+        "AutoModelForQuestionAnswering",
+        "AutoModelForSeq2SeqLM",
+        "AutoModelForSequenceClassification",
+        "AutoModelForSpeechSeq2Seq",
+        "AutoModelForTokenClassification",
+    ),
+    "plait.build": ("parallelize",),
+    "plait.errors": (
+        "CheckpointError",
+        "LayoutError",
+        "PlaitError",
+        "PlanError",
+        "RankError",
+        "WeightsError",
+    ),
+    "plait.layout": (
+        "DeepSpeedSequenceParallelConfig",
+        "DistributedConfig",
+        "ParallelismConfig",
+        "SequenceParallelConfig",
+    ),
+    "plait.state": ("full_grads", "full_state_dict", "held_fraction"),
+    "plait.styles": ("ALL_PARALLEL_STYLES", "ParallelInterface", "TensorParallelLayer"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ALL_PARALLEL_STYLES",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMaskedLM",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForTokenClassification",
+    "CheckpointError",
+    "DeepSpeedSequenceParallelConfig",
+    "DistributedConfig",
+    "LayoutError",
+    "ParallelInterface",
+    "ParallelismConfig",
+    "PlaitError",
+    "PlanError",
+    "RankError",
+    "SequenceParallelConfig",
+    "TensorParallelLayer",
+    "WeightsError",
+    "full_grads",
+    "full_state_dict",
+    "held_fraction",
+    "parallelize",
+    "styles",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "styles":
+        return importlib.import_module("plait.styles")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

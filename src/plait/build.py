@@ -8,6 +8,8 @@
 5. Make every other parameter a DTensor that is whole on every rank, so that optimizers and norms
    meet one kind of parameter.
 6. Put the borders around the forwards.
+7. For a model of transformers, bind what has to know that it is split: generate() and
+   save_pretrained(). Last, since they look at the finished borders.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from plait import mesh as meshes
 from plait.errors import LayoutError, PlanError
+from plait.hf.adapt import adapt, is_transformers_model
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Entry, ModelNames, Plan, PlanRules, resolve
 from plait.plan.intervals import ParamLayout
@@ -83,6 +86,8 @@ def parallelize(
     if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these
         module.__dict__["tp_plan"] = plan.rules
         module.__dict__["tp_size"] = tp_mesh.size()
+    if is_transformers_model(module):
+        adapt(module, module.__dict__[STATE])
     return module
 
 
@@ -93,7 +98,7 @@ def mesh_for(config: ParallelismConfig, device_type: str | None = None) -> Devic
         LayoutError: The sizes do not fit the number of processes.
     """
     world = environment.world()
-    layout = config.resolve(world.world_size if world.launched else None)
+    layout = config.resolve(world.num_processes)
     if layout.is_single:
         return None
     device = process_group.ensure(device_type)

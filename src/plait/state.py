@@ -108,6 +108,24 @@ def gather_whole(x_local: torch.Tensor, layout: ParamLayout, mesh: DeviceMesh) -
     return x
 
 
+def local_part(x: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
+    """What one rank holds of a whole tensor; the inverse of `gather_whole`.
+
+    Args:
+        x: The tensor of shape `layout.shape`.
+        layout: Which index ranges each rank holds.
+        rank: The rank's place on the axis.
+
+    Returns:
+        A copy of shape `layout.local_shape(rank)`.
+    """
+    if layout.dim is None:
+        return x.clone()
+    dim = layout.dim
+    parts = [x.narrow(dim, a, b - a) for a, b in layout.pieces[rank]]
+    return torch.cat(parts, dim=dim) if parts else x.narrow(dim, 0, 0).clone()
+
+
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, on the CPU of every rank.
 

@@ -66,10 +66,11 @@ def agree(uses: Sequence[TiedUse]) -> tuple[Mapping[str, str], str | None]:
     first = (explicit or [use for use in named if use.is_embedding] or named)[0]
     dim = CUT_DIM[str(first.style)]
     for use in explicit:
-        if CUT_DIM[str(use.style)] != dim:
+        other = CUT_DIM[str(use.style)]
+        if other != dim:
             return {}, (
-                f"{first.module!r} and {use.module!r} hold one tied weight, but "
-                f"{first.style!r} and {use.style!r} cut it differently (dims {dim} and {CUT_DIM[str(use.style)]})"
+                f"{first.module!r} and {use.module!r} hold one tied weight, but {first.style!r} "
+                f"and {use.style!r} cut it differently (dims {dim} and {other})"
             )
     changes = {
         use.module: follow(use, dim)

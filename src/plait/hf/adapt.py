@@ -1,0 +1,28 @@
+"""What a transformers model needs beside its split layers: generate() and save_pretrained()."""
+
+import sys
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from plait.hf import generation, saving
+from plait.state import ParallelState
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether `module` is a model of transformers (which need not be installed)."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def adapt(model: Any, state: ParallelState) -> None:
+    """Bind the methods of a split transformers model that have to know that it is split.
+
+    Args:
+        model: The model, after its layers were split.
+        state: How they were.
+    """
+    model.__dict__["save_pretrained"] = MethodType(saving.save_pretrained, model)
+    if model.can_generate():
+        generation.install(model, state.tp_mesh)
