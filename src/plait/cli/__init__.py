@@ -1,4 +1,5 @@
-"""."""
+"""The command `plait`: one file per verb. Importing it imports neither torch nor transformers."""
 
-def main() -> None:
-    """Entry point."""
+from plait.cli.app import main
+
+__all__ = ["main"]

@@ -11,7 +11,7 @@ stay as they were. What the methods add to transformers' generate:
 - `head`: the best candidates are exchanged instead of the whole vocabulary where that is exact.
 """
 
-from plait.hf.generation.head import HeadExchange
 from plait.hf.generation.binding import install, uninstall
+from plait.hf.generation.head import HeadExchange
 
 __all__ = ["HeadExchange", "install", "uninstall"]
