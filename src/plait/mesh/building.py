@@ -57,10 +57,10 @@ def axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """
     names = mesh.mesh_dim_names or ()
     if name not in names:
-        has = ", ".join(names) if names else "no names"
+        has = f"the names {', '.join(names)}" if names else "no names"
         raise LayoutError(
             f'the axis "{name}" of a device mesh of shape {tuple(mesh.shape)}',
-            f"its dimensions have {has if not names else f'the names {has}'}",
+            f"its dimensions have {has}",
             f'name the dimension: init_device_mesh(…, mesh_dim_names=("{name}",))',
         )
     return mesh if names == (name,) else mesh[name]
