@@ -67,24 +67,48 @@ def convert(
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         tables = get_model_conversion_mapping(model, dict(key_mapping or {}) or None, None)
-    state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    state = _state(model)
     groups, unmatched = _grouped(model, checkpoint.keys(), tables, state)
     recipes: dict[str, Recipe] = {}
     for target, group in groups.items():
         for name, recipe in group.run(model, checkpoint, target).items():
             if name in state:
                 recipes[name] = recipe
+    used = tuple(table for table in tables if table.was_used())
+    return completed(model, checkpoint, recipes, unmatched, used)
+
+
+def completed(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    recipes: dict[str, Recipe],
+    unmatched: Iterable[tuple[str, str]],
+    transforms: tuple[Any, ...] = (),
+) -> Conversion:
+    """Gives tied names their recipes and works out what is missing and unexpected.
+
+    Args:
+        model: The model.
+        checkpoint: The open checkpoint.
+        recipes: The recipes found; those of tied names are added.
+        unmatched: Tensors of the checkpoint that go nowhere, each with its name after renaming.
+        transforms: The entries of the tables that matched.
+    """
+    state = _state(model)
     missing = set(state) - set(recipes)
     untied = _tie(model, checkpoint, recipes, missing)
     skip_missing, skip_unexpected = _ignored(model)
-    unexpected = [key for key, renamed in unmatched if not _matches(skip_unexpected, renamed)]
     return Conversion(
         recipes,
         tuple(name for name in state if name in missing and not _matches(skip_missing, name)),
-        tuple(unexpected),
+        tuple(key for key, renamed in unmatched if not _matches(skip_unexpected, renamed)),
         untied,
-        tuple(table for table in tables if table.was_used()),
+        transforms,
     )
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
 
 
 def revert(

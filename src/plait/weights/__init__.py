@@ -6,6 +6,7 @@ from plait.weights.outcome import together
 from plait.weights.recipes import (
     Concat,
     Evaluation,
+    Map,
     Narrow,
     Opaque,
     Recipe,
@@ -14,6 +15,7 @@ from plait.weights.recipes import (
     Source,
     Stack,
     Transpose,
+    Unsqueeze,
 )
 from plait.weights.store import TensorStore
 
@@ -22,6 +24,7 @@ __all__ = [
     "Concat",
     "Evaluation",
     "LoadReport",
+    "Map",
     "Narrow",
     "Opaque",
     "Recipe",
@@ -31,6 +34,7 @@ __all__ = [
     "Stack",
     "TensorStore",
     "Transpose",
+    "Unsqueeze",
     "load",
     "mismatches",
     "open_checkpoint",

@@ -31,6 +31,7 @@ _PLAIN = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+_FEW_PIECES = 8
 _BLOCK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 
 
@@ -110,6 +111,14 @@ class GgufFile:
             return
         if len(entry.shape) < 2:
             copy_region(self._rows(entry, 0, 1).view(entry.shape), region, out)
+            return
+        wanted = region[0]
+        if wanted is not None and len(wanted) > _FEW_PIECES:
+            # Rows in another order, of whole heads: what lies around them is wanted as well.
+            low, high = min(a for a, _ in wanted), max(b for _, b in wanted)
+            rows = self._rows(entry, low, high).view(high - low, *entry.shape[1:])
+            moved = tuple((a - low, b - low) for a, b in wanted)
+            copy_region(rows, (moved, *region[1:]), out)
             return
         inner = region[1:]
         position = 0

@@ -303,6 +303,47 @@ class Regroup(Recipe):
         self.input.read_into(store, with_pieces(region, dim, pieces), out)
 
 
+@dataclass(frozen=True)
+class Unsqueeze(Recipe):
+    """`input` with a new dimension of size one at `dim`."""
+
+    dim: int
+    input: Recipe
+
+    def parts(self) -> tuple[Recipe, ...]:
+        """Returns the recipe that gets the dimension."""
+        return (self.input,)
+
+    def shape(self, store: TensorStore) -> tuple[int, ...]:
+        """Returns the shape with a one at `dim`."""
+        shape = self.input.shape(store)
+        return (*shape[: self.dim], 1, *shape[self.dim :])
+
+    def read_into(self, store: TensorStore, region: Region, out: Tensor) -> None:
+        """Asks for the region below the new dimension."""
+        below = (*region[: self.dim], *region[self.dim + 1 :])
+        if out.shape[self.dim]:
+            self.input.read_into(store, below, out.squeeze(self.dim))
+
+
+@dataclass(frozen=True)
+class Map(Recipe):
+    """A function of every element, computed in the dtype of the source and cast after it."""
+
+    function: Callable[[Tensor], Tensor]
+    input: Recipe
+
+    def parts(self) -> tuple[Recipe, ...]:
+        """Returns the recipe that the function is applied to."""
+        return (self.input,)
+
+    def read_into(self, store: TensorStore, region: Region, out: Tensor) -> None:
+        """Reads the same region of the input and applies the function."""
+        x = torch.empty(out.shape, dtype=self.input.dtype(store), device=out.device)
+        self.input.read_into(store, region, x)
+        out.copy_(self.function(x))
+
+
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
