@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.comm.group import group_of, transport_of
+from plait.comm.group import announce, group_of, open_groups, transport_of
 
 
 def exchange(obj: Any, mesh: DeviceMesh) -> list[Any]:
@@ -29,20 +29,21 @@ def exchange(obj: Any, mesh: DeviceMesh) -> list[Any]:
     return transport_of(group).exchange(obj)
 
 
-def announce_failure(mesh: DeviceMesh, message: str) -> None:
+def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
     """Tell the other ranks of the axis that this one has failed and will not come.
 
     Those that wait for it in a collective, or come to one later, raise
     [`RankError`][plait.errors.RankError] with the message instead of waiting. Each rank hears of it
-    once; a caller that recovers may use the axis again.
+    once; a caller that recovers may use the axis again. torch.distributed offers no way to wake a
+    rank that waits, so this reaches the ranks of one host on the CPU only.
 
     Args:
-        mesh: The axis, a 1-D mesh.
+        mesh: The axis, a 1-D mesh; None for every axis this process has talked on.
         message: What happened.
     """
-    group = group_of(mesh)
-    if group.size > 1:
-        transport_of(group).announce_failure(message)
+    for group in open_groups() if mesh is None else [group_of(mesh)]:
+        if group.size > 1:
+            announce(group, message)
 
 
 def set_timeout(mesh: DeviceMesh, seconds: float) -> float:
@@ -60,4 +61,6 @@ def set_timeout(mesh: DeviceMesh, seconds: float) -> float:
     """
     group = group_of(mesh)
     before, group.timeout_s = group.timeout_s, float(seconds)
+    if group.transport is not None:
+        group.transport.set_timeout(group.timeout_s)
     return before

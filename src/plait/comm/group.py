@@ -1,8 +1,7 @@
 """One axis of a mesh as comm sees it: who is in the group, and by which transport it talks.
 
-The record is kept on the mesh object itself, so it lives as long as the mesh does and a
-re-initialised torch.distributed starts afresh. Ranks in this room are *group* ranks unless a
-name says `global`.
+There is one record per process group, found through an attribute of the mesh. Ranks in this room
+are *group* ranks unless a name says `global`.
 """
 
 import collections
@@ -12,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 
+from plait.comm.link import rendezvous
+from plait.comm.torch_transport import TorchTransport
 from plait.comm.transport import Transport
 from plait.errors import RankError
 
@@ -42,20 +44,20 @@ class Group:
         "transport",
     )
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        if mesh.ndim != 1:
-            raise RankError(
-                f"a collective over a mesh of {mesh.ndim} axes {mesh.mesh_dim_names}",
-                "collectives act on one axis at a time",
-                'take one axis, for example mesh["tp"]',
-            )
-        self.process_group = mesh.get_group()
-        self.rank = self.process_group.rank()
-        self.size = self.process_group.size()
-        self.global_ranks = tuple(dist.get_process_group_ranks(self.process_group))
-        self.device_type = mesh.device_type
-        self.timeout_s = _default_timeout(self.process_group, mesh.device_type).total_seconds()
+    def __init__(self, process_group: dist.ProcessGroup, device_type: str) -> None:
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+        self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.device_type = device_type
+        self.timeout_s = _default_timeout(process_group, device_type).total_seconds()
         self.transport: Transport | None = None
+
+    def close(self) -> None:
+        """Let go of memory shared with other processes."""
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mesh is pickled and copied with its attributes, process groups cannot be. An empty
@@ -65,28 +67,85 @@ class Group:
 
 def _default_timeout(process_group: dist.ProcessGroup, device_type: str) -> timedelta:
     try:
-        backend = process_group._get_backend(torch.device(device_type))
-        timeout = backend.options._timeout
+        options = process_group._get_backend(torch.device(device_type)).options
+        return options._timeout
     except (AttributeError, RuntimeError):  # the fake backend has no options
         return timedelta(minutes=30)
-    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
+
+
+# A process group has one link in a process, however many mesh objects stand for it (mesh["tp"]
+# makes a new one each time). The name finds the record from inside a compiled graph.
+_groups: dict[str, Group] = {}
 
 
 def group_of(mesh: DeviceMesh) -> Group:
-    """The group of a 1-D mesh, made once per mesh object."""
-    group: object = mesh.__dict__.get(_ATTRIBUTE)
+    """The group of a 1-D mesh."""
+    group = mesh.__dict__.get(_ATTRIBUTE)
     if type(group) is Group:
         return group
-    group = Group(mesh)
+    if mesh.ndim != 1:
+        raise RankError(
+            f"a collective over a mesh of {mesh.ndim} axes {mesh.mesh_dim_names}",
+            "collectives act on one axis at a time",
+            'take one axis, for example mesh["tp"]',
+        )
+    group = _record(mesh.get_group(), mesh.device_type)
     mesh.__dict__[_ATTRIBUTE] = group
     return group
+
+
+def group_named(name: str, device_type: str) -> Group:
+    """The group of a process group's name."""
+    return _record(dist.distributed_c10d._resolve_process_group(GroupName(name)), device_type)
+
+
+def _record(process_group: dist.ProcessGroup, device_type: str) -> Group:
+    name = process_group.group_name
+    group = _groups.get(name)
+    if group is None or group.process_group is not process_group:
+        _forget_destroyed()
+        group = _groups[name] = Group(process_group, device_type)
+    return group
+
+
+def open_groups() -> list[Group]:
+    """The groups that have been used."""
+    _forget_destroyed()
+    return list(_groups.values())
+
+
+def _forget_destroyed() -> None:
+    """Close what belonged to process groups that torch has destroyed since."""
+    alive = dist.distributed_c10d._world.pg_map
+    for name in [name for name, group in _groups.items() if group.process_group not in alive]:
+        _groups.pop(name).close()
 
 
 def transport_of(group: Group) -> Transport:
     """The transport of a group; on the first call all ranks of the group make it together."""
     transport = group.transport
-    if transport is None:
-        from plait.comm.torch_transport import TorchTransport
-
-        transport = group.transport = TorchTransport(group)
+    if transport is None or transport.spent:
+        transport = group.transport = _make_transport(group)
     return transport
+
+
+def _make_transport(group: Group) -> Transport:
+    if group.transport is not None:
+        # The last one ended with a failure. Where a rank has died there will be no next one.
+        group.transport.raise_if_final()
+        group.close()
+    through_torch = TorchTransport(group.process_group, group.global_ranks)
+    if group.device_type != "cpu":
+        return through_torch
+    link = rendezvous.make_link(
+        group.process_group, group.global_ranks, group.timeout_s, through_torch
+    )
+    return through_torch if link is None else link
+
+
+def announce(group: Group, message: str) -> None:
+    """Tell the other ranks of a group that this one has failed."""
+    if group.transport is not None:
+        group.transport.announce_failure(message)
+    elif group.device_type == "cpu":
+        rendezvous.announce(group.process_group, message)

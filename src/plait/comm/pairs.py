@@ -142,8 +142,10 @@ def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
     Comm:
         Forward nothing; backward one all-reduce of `x`'s bytes.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()) or group_of(mesh).size == 1:
+    if not _records(x) or raw.mesh_size(mesh) == 1:
         return x
+    if torch.compiler.is_compiling():
+        return _apply(_CopyTo, x, mesh)
     group = group_of(mesh)
     border = find_border(x, group)
     if border is None:
@@ -170,7 +172,7 @@ def sum_from(x: Tensor, mesh: DeviceMesh, *, fresh: bool = False) -> Tensor:
         Forward one all-reduce of `x`'s bytes; backward nothing.
     """
     if _records(x):
-        return x if group_of(mesh).size == 1 else _apply(_SumFrom, x, mesh, fresh)
+        return x if raw.mesh_size(mesh) == 1 else _apply(_SumFrom, x, mesh, fresh)
     return raw.all_reduce_(x, mesh) if fresh else raw.all_reduce(x, mesh)
 
 
@@ -191,7 +193,7 @@ def split_to(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sizes = None) -> Tens
     Comm:
         Forward nothing; backward one all-gather of `x`'s bytes.
     """
-    if _records(x) and group_of(mesh).size > 1:
+    if _records(x) and raw.mesh_size(mesh) > 1:
         return _apply(_SplitTo, x, mesh, dim, sizes)
     return raw.split(x, mesh, dim, sizes)
 
@@ -214,7 +216,7 @@ def gather_from(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sizes = None) -> T
     Comm:
         Forward one all-gather of the whole's bytes; backward nothing.
     """
-    if _records(x) and group_of(mesh).size > 1:
+    if _records(x) and raw.mesh_size(mesh) > 1:
         return _apply(_GatherFrom, x, mesh, dim, sizes)
     return raw.all_gather(x, mesh, dim, sizes)
 
@@ -236,7 +238,7 @@ def scatter_sum(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sizes = None) -> T
     Comm:
         Forward one reduce-scatter, backward one all-gather, each of `x`'s bytes.
     """
-    if _records(x) and group_of(mesh).size > 1:
+    if _records(x) and raw.mesh_size(mesh) > 1:
         return _apply(_ScatterSum, x, mesh, dim, sizes)
     return raw.reduce_scatter(x, mesh, dim, sizes)
 
@@ -258,7 +260,7 @@ def gather_copy(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sizes = None) -> T
     Comm:
         Forward one all-gather, backward one reduce-scatter, each of the whole's bytes.
     """
-    if _records(x) and group_of(mesh).size > 1:
+    if _records(x) and raw.mesh_size(mesh) > 1:
         return _apply(_GatherCopy, x, mesh, dim, sizes)
     return raw.all_gather(x, mesh, dim, sizes)
 

@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.comm import counting
-from plait.comm.group import Group, group_of, transport_of
-from plait.comm.sizes import chunk_sizes, normal_dim
+from plait.comm import compiled, counting
+from plait.comm.arguments import (
+    checked_dim,
+    checked_sizes,
+    dim_problems,
+    is_imaginary,
+    local_data,
+    refused,
+    size_problems,
+)
+from plait.comm.group import group_of, transport_of
+from plait.comm.sizes import chunk_sizes
 from plait.comm.transport import Op
 from plait.errors import RankError
 
@@ -36,12 +45,17 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, op: Op = "sum") -> Tensor:
     Comm:
         One all-reduce of `x`'s bytes.
     """
+    if torch.compiler.is_compiling():
+        return x if mesh.size() == 1 else compiled.all_reduce(x, op, compiled.group_name(mesh))
     group = group_of(mesh)
     if group.size == 1:
         return x
+    x = local_data(x)
     if counting.is_counting():
         counting.record("all_reduce", x.numel() * x.element_size())
-    return transport_of(group).all_reduce(x.detach(), op, None)
+    if is_imaginary(x):
+        return x.new_empty(x.shape)
+    return transport_of(group).all_reduce(x, op, None)
 
 
 def all_reduce_(x: Tensor, mesh: DeviceMesh, op: Op = "sum") -> Tensor:
@@ -63,13 +77,16 @@ def all_reduce_(x: Tensor, mesh: DeviceMesh, op: Op = "sum") -> Tensor:
     Comm:
         One all-reduce of `x`'s bytes.
     """
+    if torch.compiler.is_compiling():
+        return all_reduce(x, mesh, op)
     group = group_of(mesh)
     if group.size == 1:
         return x
+    out = local_data(x)
     if counting.is_counting():
-        counting.record("all_reduce", x.numel() * x.element_size())
-    out = x.detach()
-    transport_of(group).all_reduce(out, op, out)
+        counting.record("all_reduce", out.numel() * out.element_size())
+    if not is_imaginary(out):
+        transport_of(group).all_reduce(out, op, out)
     return x
 
 
@@ -99,22 +116,36 @@ def all_gather_sized(
     x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = None
 ) -> tuple[Tensor, tuple[int, ...]]:
     """As [`all_gather`][plait.comm.all_gather]; also gives the extent of every rank's piece."""
+    if torch.compiler.is_compiling():
+        return _all_gather_compiled(x, mesh, dim, sizes)
     group = group_of(mesh)
-    dim = normal_dim(dim, x)
+    dim = checked_dim("all_gather", group, x, dim)
     if group.size == 1:
         return x, (x.shape[dim],)
+    x = local_data(x)
     if sizes is not None:
-        sizes = _checked_sizes("all_gather", group, x, dim, sizes)
-        if sizes[group.rank] != x.shape[dim]:
-            raise RankError(
-                f"all_gather of a tensor {tuple(x.shape)} along dim {dim}",
-                f"rank {group.global_ranks[group.rank]} should hold {sizes[group.rank]} of "
-                f"{sum(sizes)} there but holds {x.shape[dim]} (sizes {list(sizes)})",
-            )
-    out, sizes = transport_of(group).all_gather(x.detach(), dim, sizes)
+        sizes = checked_sizes("all_gather", group, x, dim, sizes)
+    if is_imaginary(x):
+        sizes = (x.shape[dim],) * group.size if sizes is None else sizes
+        shape = list(x.shape)
+        shape[dim] = sum(sizes)
+        out = x.new_empty(shape)
+    else:
+        out, sizes = transport_of(group).all_gather(x, dim, sizes)
     if counting.is_counting():
         counting.record("all_gather", out.numel() * out.element_size())
     return out, sizes
+
+
+def _all_gather_compiled(
+    x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Inside a compiled region shapes must be known: without sizes the pieces are even."""
+    dim %= x.ndim
+    sizes = (x.shape[dim],) * mesh.size() if sizes is None else tuple(sizes)
+    if mesh.size() == 1:
+        return x, sizes
+    return compiled.all_gather(x, dim, sizes, compiled.group_name(mesh)), sizes
 
 
 def reduce_scatter(
@@ -137,14 +168,25 @@ def reduce_scatter(
     Comm:
         One reduce-scatter of `x`'s bytes.
     """
+    if torch.compiler.is_compiling():
+        if mesh.size() == 1:
+            return x
+        sizes = split_sizes(x, mesh, dim, sizes)
+        piece: Tensor = compiled.reduce_scatter(x, dim % x.ndim, sizes, compiled.group_name(mesh))
+        return piece
     group = group_of(mesh)
     if group.size == 1:
         return x
-    dim = normal_dim(dim, x)
-    sizes = _checked_sizes("reduce_scatter", group, x, dim, sizes)
+    x = local_data(x)
+    dim = checked_dim("reduce_scatter", group, x, dim)
+    sizes = checked_sizes("reduce_scatter", group, x, dim, sizes)
     if counting.is_counting():
         counting.record("reduce_scatter", x.numel() * x.element_size())
-    return transport_of(group).reduce_scatter(x.detach(), dim, sizes)
+    if is_imaginary(x):
+        shape = list(x.shape)
+        shape[dim] = sizes[group.rank]
+        return x.new_empty(shape)
+    return transport_of(group).reduce_scatter(x, dim, sizes)
 
 
 def broadcast(x: Tensor, mesh: DeviceMesh, src: int = 0) -> Tensor:
@@ -164,12 +206,19 @@ def broadcast(x: Tensor, mesh: DeviceMesh, src: int = 0) -> Tensor:
     Comm:
         One broadcast of `x`'s bytes.
     """
+    if torch.compiler.is_compiling():
+        return x if mesh.size() == 1 else compiled.broadcast(x, src, compiled.group_name(mesh))
     group = group_of(mesh)
     if group.size == 1:
         return x
+    x = local_data(x)
+    if not 0 <= src < group.size:
+        raise refused(group, "broadcast", x, [f"group rank {src} of {group.size} is to send"])
     if counting.is_counting():
         counting.record("broadcast", x.numel() * x.element_size())
-    return transport_of(group).broadcast(x.detach(), src)
+    if is_imaginary(x):
+        return x.new_empty(x.shape)
+    return transport_of(group).broadcast(x, src)
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -184,13 +233,11 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = N
     Returns:
         The piece, `sizes[rank]` long along `dim`, contiguous.
     """
-    group = group_of(mesh)
-    if group.size == 1:
+    if mesh_size(mesh) == 1:
         return x
-    dim = normal_dim(dim, x)
-    sizes = _checked_sizes("split", group, x, dim, sizes)
-    start = sum(sizes[: group.rank])
-    piece = x.detach().narrow(dim, start, sizes[group.rank])
+    sizes = split_sizes(x, mesh, dim, sizes)
+    rank = mesh.get_local_rank() if torch.compiler.is_compiling() else group_of(mesh).rank
+    piece = x.detach().narrow(dim, sum(sizes[:rank]), sizes[rank])
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -198,23 +245,15 @@ def split_sizes(
     x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """The extent of every rank's piece of `x` along `dim`, checked."""
-    return _checked_sizes("split", group_of(mesh), x, normal_dim(dim, x), sizes)
+    problems = dim_problems(x, dim)
+    if not problems:
+        sizes = chunk_sizes(x.shape[dim], mesh_size(mesh)) if sizes is None else tuple(sizes)
+        problems = size_problems(sizes, mesh_size(mesh), x.shape[dim])
+        if not problems:
+            return sizes
+    raise RankError(f"a split of a tensor {tuple(x.shape)} along dim {dim}", problems)
 
 
-def _checked_sizes(
-    kind: str, group: Group, x: Tensor, dim: int, sizes: Sequence[int] | None
-) -> tuple[int, ...]:
-    """Sizes as a tuple of one entry per rank that, but for a gather, add up to `x`."""
-    if sizes is None:
-        return chunk_sizes(x.shape[dim], group.size)
-    sizes = tuple(sizes)
-    problems = []
-    if len(sizes) != group.size:
-        problems.append(f"{len(sizes)} sizes {list(sizes)} for {group.size} ranks")
-    if any(n < 0 for n in sizes):
-        problems.append(f"a size is negative: {list(sizes)}")
-    if kind != "all_gather" and sum(sizes) != x.shape[dim]:
-        problems.append(f"the sizes {list(sizes)} add up to {sum(sizes)}, not {x.shape[dim]}")
-    if problems:
-        raise RankError(f"{kind} of a tensor {tuple(x.shape)} along dim {dim}", problems)
-    return sizes
+def mesh_size(mesh: DeviceMesh) -> int:
+    """Number of ranks on the axis."""
+    return mesh.size() if torch.compiler.is_compiling() else group_of(mesh).size

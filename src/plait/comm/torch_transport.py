@@ -1,7 +1,7 @@
 """Collectives through torch.distributed: NCCL between GPUs, gloo between hosts."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,6 @@ from plait.comm.counting import unseen
 from plait.comm.transport import Op
 from plait.errors import RankError
 
-if TYPE_CHECKING:
-    from plait.comm.group import Group
-
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -21,10 +18,12 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 class TorchTransport:
     """The collectives of one group through its torch process group (see `Transport`)."""
 
-    def __init__(self, group: "Group") -> None:
-        self.group = group
-        self.process_group = group.process_group
-        self.rank, self.size = group.rank, group.size
+    spent = False
+
+    def __init__(self, process_group: dist.ProcessGroup, global_ranks: tuple[int, ...]) -> None:
+        self.process_group = process_group
+        self.global_ranks = global_ranks
+        self.rank, self.size = process_group.rank(), len(global_ranks)
 
     def all_reduce(self, x: Tensor, op: Op, out: Tensor | None) -> Tensor:
         """The reduction of every rank's `x`."""
@@ -111,6 +110,18 @@ class TorchTransport:
     def announce_failure(self, message: str) -> None:
         """Nothing to do: torch.distributed offers no way to wake a rank that waits."""
 
+    def raise_if_final(self) -> None:
+        """Nothing to do: this transport is never spent."""
+
+    def refuse(self, message: str) -> None:
+        """Nothing to do: the peers find out when their own call fails or times out."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Nothing to do: the process group keeps the limit it was made with."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
     def _sizes(self, x: Tensor, dim: int) -> tuple[int, ...]:
         """Ask every rank how long its piece is (only where the caller did not say)."""
         mine = torch.tensor([x.shape[dim]], device=x.device)
@@ -130,9 +141,9 @@ class TorchTransport:
             raise self._failed(f"{kind} of a {x.dtype} tensor {tuple(x.shape)}", error) from error
 
     def _failed(self, what: str, error: RuntimeError) -> RankError:
-        me = self.group.global_ranks[self.rank]
+        me = self.global_ranks[self.rank]
         return RankError(
-            f"{what} among ranks {list(self.group.global_ranks)}, on rank {me}",
+            f"{what} among ranks {list(self.global_ranks)}, on rank {me}",
             str(error).strip().splitlines()[0] if str(error).strip() else "it failed",
             "look at the first error of the other ranks: one of them left or asked for another "
             "shape",

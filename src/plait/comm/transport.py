@@ -10,6 +10,11 @@ Op = Literal["sum", "max"]
 class Transport(Protocol):
     """The collectives of one group. Arguments are checked by the callers in `raw`."""
 
+    @property
+    def spent(self) -> bool:
+        """Whether a failure has been reported and a new transport is to be made."""
+        ...
+
     def all_reduce(self, x: Tensor, op: Op, out: Tensor | None) -> Tensor:
         """The reduction of every rank's `x`; written to `out` (which may be `x`) if given."""
         ...
@@ -34,4 +39,20 @@ class Transport(Protocol):
 
     def announce_failure(self, message: str) -> None:
         """Tell the ranks that wait, or will wait, for this one that it has failed."""
+        ...
+
+    def raise_if_final(self) -> None:
+        """Raise the failure that has spent this transport if no new one can be made."""
+        ...
+
+    def refuse(self, message: str) -> None:
+        """Take part in the peers' next collective only to say that this rank cannot."""
+        ...
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long to wait for a rank that does not come, if this transport can choose."""
+        ...
+
+    def close(self) -> None:
+        """Let go of memory that other processes share."""
         ...

@@ -1,0 +1,1 @@
+"""The link: collectives between the ranks of one host through shared memory."""
