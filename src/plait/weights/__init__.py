@@ -2,6 +2,7 @@
 
 from plait.weights.checkpoint import Checkpoint, open_checkpoint
 from plait.weights.loading import LoadReport, load, mismatches
+from plait.weights.module_store import ModuleStore
 from plait.weights.outcome import together
 from plait.weights.recipes import (
     Concat,
@@ -17,6 +18,7 @@ from plait.weights.recipes import (
     Transpose,
     Unsqueeze,
 )
+from plait.weights.saving import SaveReport, save
 from plait.weights.store import TensorStore
 
 __all__ = [
@@ -25,10 +27,12 @@ __all__ = [
     "Evaluation",
     "LoadReport",
     "Map",
+    "ModuleStore",
     "Narrow",
     "Opaque",
     "Recipe",
     "Regroup",
+    "SaveReport",
     "Select",
     "Source",
     "Stack",
@@ -38,5 +42,6 @@ __all__ = [
     "load",
     "mismatches",
     "open_checkpoint",
+    "save",
     "together",
 ]
