@@ -66,17 +66,19 @@ def peak_memory_bytes() -> int:
 # ---- on each of the three ranks ----
 
 
-def on_each_rank(result_file: Path) -> None:
+def on_each_rank(exchange: Path) -> None:
+    """Reads the prompt's tokens from the file `exchange` and writes the results there."""
     import torch
     import torch.distributed as dist
 
     import plait
 
-    gguf = model_file()
-    _, inputs = encode(gguf)
+    inputs = {
+        name: torch.tensor(values) for name, values in json.loads(exchange.read_text()).items()
+    }
     start = time.perf_counter()
     model = plait.AutoModelForCausalLM.from_pretrained(
-        str(gguf),
+        model_file(),
         dtype=torch.float32,
         distributed_config=plait.DistributedConfig(tp_size=RANKS),
     )
@@ -98,20 +100,23 @@ def on_each_rank(result_file: Path) -> None:
             name: {"shape": layout.shape, "dim": layout.dim, "pieces": layout.pieces}
             for name, layout in model._plait.layouts.items()
         }
-        result_file.write_text(json.dumps({"ranks": ranks, "weights": weights}))
+        exchange.write_text(json.dumps({"ranks": ranks, "weights": weights}))
 
 
 # ---- in the process that was started ----
 
 
-def start_ranks(result_file: Path) -> dict:
+def start_ranks(inputs) -> dict:
     """Runs this file on three ranks, as `torchrun --standalone --nproc-per-node 3` does."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [__file__, "--result", str(result_file)]
-    done = subprocess.run([*launcher, "--nproc-per-node", str(RANKS), *script], check=False)
-    if done.returncode:
-        sys.exit("A rank failed; its message is above.")
-    return json.loads(result_file.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        exchange = Path(folder) / "exchange.json"
+        exchange.write_text(json.dumps({name: ids.tolist() for name, ids in inputs.items()}))
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [__file__, "--exchange", str(exchange)]
+        done = subprocess.run([*launcher, "--nproc-per-node", str(RANKS), *script], check=False)
+        if done.returncode:
+            sys.exit("A rank failed; its message is above.")
+        return json.loads(exchange.read_text())
 
 
 def one_process(gguf: Path, inputs) -> dict:
@@ -288,10 +293,10 @@ def _draw_all_layers(axes, layers: dict[int, dict[str, dict]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Split a model over three ranks and check it.")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to the ranks
+    parser.add_argument("--exchange", type=Path, help=argparse.SUPPRESS)  # given to the ranks
     arguments = parser.parse_args()
-    if arguments.result is not None:
-        on_each_rank(arguments.result)
+    if arguments.exchange is not None:
+        on_each_rank(arguments.exchange)
         return
 
     from rich.console import Console
@@ -299,10 +304,9 @@ def main() -> None:
     console = Console(highlight=False)
     gguf = model_file()
     console.print(f"[bold]{gguf.name}[/] over {RANKS} ranks of this machine, in float32 …")
-    with tempfile.TemporaryDirectory() as folder:
-        split = start_ranks(Path(folder) / "result.json")
-    console.print("… and in one process, by transformers alone …\n")
     tokenizer, inputs = encode(gguf)
+    split = start_ranks(inputs)
+    console.print("… and in one process, by transformers alone …\n")
     whole = one_process(gguf, inputs)
 
     ranks = split["ranks"]

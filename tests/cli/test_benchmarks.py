@@ -46,7 +46,7 @@ def test_loading():
     small = ["--layers", "1", "--hidden", "64", "--vocab", "96", "--shard", "100KB"]
     found = json.loads(run("loading.py", *small, "--rounds", "1", "--json", "-"))
     for reader in ("plait", "transformers"):
-        ranks = found["timed"][reader][0]
+        ranks = found["rounds"][reader][0]
         assert len(ranks) == 2
         assert sum(rank["own_bytes"] for rank in ranks) >= 0.9 * found["checkpoint_bytes"]
 

@@ -128,7 +128,6 @@ def open_session(options: ModelOptions) -> Session:
     Raises:
         PlaitError: Of any kind, as `AutoModelForCausalLM.from_pretrained`.
     """
-    quiet(options.debug)
     rules = read_plan(options.plan) if options.plan is not None else None
     import torch
 
@@ -136,6 +135,9 @@ def open_session(options: ModelOptions) -> Session:
     from plait.hf.generation import text
     from plait.run import environment, process_group
 
+    logging.getLogger("plait").setLevel(logging.DEBUG if options.debug else logging.WARNING)
+    if not options.debug:
+        text.silence()
     device = process_group.ensure(options.device)
     start = time.perf_counter()
     tokenizer = text.load_tokenizer(options.model)
@@ -155,14 +157,6 @@ def open_session(options: ModelOptions) -> Session:
         read_bytes=report.bytes_read if report is not None else _checkpoint_bytes(options.model),
         load_s=time.perf_counter() - start,
     )
-
-
-def quiet(debug: bool) -> None:
-    """Keeps libraries' notes off the terminal, unless debugging."""
-    logging.getLogger("plait").setLevel(logging.DEBUG if debug else logging.WARNING)
-    if not debug:
-        for name in ("transformers", "torch"):
-            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def read_plan(path: Path) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """From a prompt to tokens and from tokens to text, for the commands."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +7,14 @@ import torch
 
 Message = dict[str, str]
 """One turn of a conversation: `role` (system, user, assistant) and `content`."""
+
+
+def silence() -> None:
+    """Keeps transformers' warnings and progress bars off the terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load_tokenizer(path: str) -> Any:
@@ -21,9 +28,10 @@ def load_tokenizer(path: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    from plait.hf.gguf import gguf_tokenizer
+
     if path.endswith(".gguf"):
-        folder, file = os.path.split(path)
-        return AutoTokenizer.from_pretrained(folder or ".", gguf_file=file)
+        return gguf_tokenizer(path)
     return AutoTokenizer.from_pretrained(path)
 
 
