@@ -87,7 +87,7 @@ def _join(found: "torch.device", place: environment.World, timeout_s: float) -> 
             f"the launcher's environment is incomplete: {error}",
             "start the script with torchrun --nproc-per-node N",
         ) from error
-    except dist.DistError as error:
+    except RuntimeError as error:  # the store's errors and gloo's connection errors
         raise RankError(
             f"to join {place.world_size} processes as rank {place.rank}",
             f"the others were not met within {timeout_s:g} s: {error}",

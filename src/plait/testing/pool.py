@@ -26,6 +26,9 @@ from plait.testing import jobs, typecheck, worker
 GRACE_S = 1.0
 """Default for how long the other ranks may go on after one has failed or died."""
 
+START_TIMEOUT_S = 120.0
+"""How long a worker may take to start; the first of a process waits for torch to be imported."""
+
 _THREADS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -123,9 +126,13 @@ class Pool:
     def _grow(self, world_size: int) -> None:
         if any(not one.process.is_alive() for one in self._workers[:world_size]):
             self.stop()
+        started = []
         while len(self._workers) < world_size:
             self.num_starts += 1
             self._workers.append(_Worker.start(len(self._workers), self._directory))
+            started.append(self._workers[-1])
+        for one in started:  # imports do not count against a job's limit
+            one.wait_until_ready()
 
     def _group_of(self, world_size: int) -> jobs.Group:
         """The current group when it has the right size, else a new one at a new file."""
@@ -165,6 +172,13 @@ class _Worker:
             process.start()
         theirs.close()
         return cls(process, ours, base)
+
+    def wait_until_ready(self) -> None:
+        """Wait for the worker's imports; a worker that dies of them is noticed while collecting."""
+        if not self.conn.poll(START_TIMEOUT_S):
+            raise TimeoutError(f"{self.process.name} did not start within {START_TIMEOUT_S:g} s")
+        with contextlib.suppress(EOFError, ConnectionError):
+            self.conn.recv_bytes()
 
     def send(self, *messages: bytes) -> None:
         # A worker that died since is noticed while collecting.

@@ -31,6 +31,7 @@ _open_files: list[Any] = []
 def main(conn: Connection, settings: jobs.Settings) -> None:
     """Serve jobs until the pipe closes. Runs on one rank; the parent holds the other end."""
     _prepare_process(settings)
+    conn.send_bytes(b"ready")
     group: jobs.Group | None = None
     pristine = dict(os.environ)
     while True:
