@@ -128,13 +128,11 @@ def page_cache(path: str, warm: bool) -> None:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def load(
-    reader: str, path: str, warm_up: str, *, ranks: int, warm: bool, watch: bool
-) -> list[Load]:
+def load(reader: str, folder: str, ranks: int, *, warm: bool, watch: bool) -> list[Load]:
     """Read the checkpoint once in new processes; what each rank says."""
-    with Ranks(ranks, Reader, reader, warm_up) as group:
-        page_cache(path, warm)
-        return group.ask("load", path, watch)
+    with Ranks(ranks, Reader, reader, f"{folder}/small") as group:
+        page_cache(f"{folder}/model", warm)
+        return group.ask("load", f"{folder}/model", watch)
 
 
 def report(
@@ -204,7 +202,7 @@ def main() -> None:
             for warm in (True, False)
         )
     if args.json:
-        found = {"timed": rounds, "watched": watched, "cold": cold}
+        found = {"rounds": rounds, "watched": watched, "cold": cold}
         text = json.dumps({"checkpoint_bytes": size, **found}, indent=1, default=asdict)
         if args.json == "-":
             print(text)

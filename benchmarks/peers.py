@@ -53,10 +53,10 @@ def one_process(path: str) -> nn.Module:
 
 def plait_tp(path: str) -> nn.Module:
     """plait, split over all ranks by the model's own plan."""
-    from plait import DistributedConfig, parallelize  # TEMP
+    from plait import AutoModelForCausalLM, DistributedConfig
 
     config = DistributedConfig(tp_size=dist.get_world_size())
-    return parallelize(one_process(path), config)
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto", distributed_config=config)
 
 
 def transformers_tp(path: str) -> nn.Module:
