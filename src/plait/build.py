@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from plait import mesh as meshes
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
+from plait.hf.plans import missing_rules
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Entry, ModelNames, Plan, PlanRules, resolve
 from plait.plan.intervals import ParamLayout
@@ -77,7 +78,7 @@ def parallelize(
         return module
     tp_mesh = tp_axis(mesh)
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
-    plan = plan_for(module, chosen)
+    plan = plan_for(module, chosen, tp_mesh.size())
     check(module, plan, tp_mesh)
     layouts = apply(module, plan, tp_mesh)
     module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
@@ -119,18 +120,20 @@ def tp_axis(mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-def plan_for(module: nn.Module, tp_plan: TpPlan = None) -> Plan:
+def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> Plan:
     """The plan that `parallelize` would apply.
 
     Args:
         module: The module, on any device.
         tp_plan: As for `parallelize`.
+        num_ranks: Ranks to split over.
 
     Raises:
         PlanError: It cannot be resolved, or there are no rules at all.
     """
     names = names_of(module)
     own = dict(getattr(module, "_tp_plan", None) or {})
+    own = {**missing_rules(module, num_ranks), **own} if own else own
     if isinstance(tp_plan, str) and tp_plan != "auto":
         raise PlanError(
             f"tp_plan={tp_plan!r}:", "it is neither 'auto' nor a dict", "tp_plan='auto'"
