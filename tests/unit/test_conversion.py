@@ -5,10 +5,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.core_model_loading import WeightConverter
 
-from plait.hf.conversion import convert
+from plait.hf.conversion import convert, revert, saved_names
 from plait.plan.intervals import even
-from plait.weights import load, open_checkpoint
+from plait.weights import ModuleStore, load, open_checkpoint, save
 
 SMALL = {
     "vocab_size": 48,
@@ -213,3 +214,76 @@ def test_tied_by_config_but_stored_with_another_value(tmp_path):
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with open_checkpoint(tmp_path) as checkpoint:
         assert convert(empty(cls, model.config), checkpoint).untied == ("lm_head.weight",)
+
+
+def stored(path):
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def test_saving_writes_what_plain_transformers_writes(saved, tmp_path):
+    cls, path, _ = saved
+    ours = empty(cls, AutoConfig.from_pretrained(path))
+    with open_checkpoint(path) as checkpoint:
+        conversion = convert(ours, checkpoint)
+        load(ours, checkpoint, conversion.recipes)
+    store = ModuleStore(ours, names=saved_names(ours))
+    recipes = revert(ours, store.keys(), store, conversion.transforms)
+    save(store, recipes, tmp_path / "ours")
+    theirs = cls.from_pretrained(path)
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected, written = stored(tmp_path / "theirs"), stored(tmp_path / "ours")
+    assert written.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(x, written[name]), name
+    theirs.config.save_pretrained(tmp_path / "ours")
+    again = cls.from_pretrained(tmp_path / "ours")
+    for name, x in theirs.state_dict().items():
+        assert torch.equal(x, again.state_dict()[name]), name
+
+
+def test_saving_a_model_that_came_from_no_file(tmp_path):
+    cls, model = tiny("mixtral")
+    model.save_pretrained(tmp_path / "theirs")
+    store = ModuleStore(model, names=saved_names(model))
+    recipes = revert(model, store.keys(), store)
+    report = save(store, recipes, tmp_path / "ours", max_shard_size="20KB")
+    assert len(report.files) > 2
+    expected, written = stored(tmp_path / "theirs"), stored(tmp_path / "ours")
+    assert written.keys() == expected.keys()
+    assert "model.layers.1.block_sparse_moe.experts.2.w1.weight" in written
+    for name, x in expected.items():
+        assert torch.equal(x, written[name]), name
+    model.config.save_pretrained(tmp_path / "ours")
+    again = cls.from_pretrained(tmp_path / "ours")
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, again.state_dict()[name]), name
+
+
+def test_ties_that_the_config_asks_for_but_the_model_has_not(tmp_path):
+    _, model = tiny("gemma3_text")
+    assert "lm_head.weight" not in saved_names(model)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    assert "lm_head.weight" in saved_names(model)
+
+
+class Doubled:
+    """An operation of a kind that plait does not know: it runs on whole tensors."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (tensors,) = input_dict.values()
+        return {target_patterns[0]: tensors[0].flip(1) * 2}
+
+
+def test_an_unknown_operation_runs_whole(tmp_path):
+    cls, model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    tables = [WeightConverter("o_proj.weight", "o_proj.weight", [Doubled()])]
+    with open_checkpoint(tmp_path) as checkpoint:
+        recipes = convert(empty(cls, model.config), checkpoint, tables=tables).recipes
+        recipe = recipes["model.layers.0.self_attn.o_proj.weight"]
+        piece = recipe.read(checkpoint, 1, ((3, 5),))
+    expected = (model.model.layers[0].self_attn.o_proj.weight.flip(1) * 2)[:, 3:5]
+    assert torch.equal(piece, expected)

@@ -42,6 +42,16 @@ _FIELDS_ONLY = frozenset(
 )
 """Architectures whose configuration is the header's fields under other names."""
 
+_ALSO = {
+    "qwen3": {"attention.key_length": "head_dim"},
+    "qwen3_moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "qwen2_moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+}
+"""Fields that files hold and that transformers' table leaves at the default of the config class."""
+
 
 def gguf_config(path: str | os.PathLike[str]) -> Any:
     """Builds the transformers configuration that a GGUF file describes.
@@ -149,6 +159,9 @@ def _renamed_fields(arch: str, metadata: dict[str, Any]) -> dict[str, Any]:
             single = isinstance(value, list) and len(value) == 1
             fields[table[rest]] = value[0] if single else value
     fields["model_type"] = _TEXT_PART.get(kind, kind)
+    for key, field in _ALSO.get(kind, {}).items():
+        if f"{arch}.{key}" in metadata:
+            fields.setdefault(field, metadata[f"{arch}.{key}"])
     if "vocab_size" not in fields:
         fields["vocab_size"] = metadata["tokenizer.ggml.tokens"]
     return fields

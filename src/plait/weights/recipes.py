@@ -8,6 +8,7 @@ rank's slice of a fused weight touches only that slice's bytes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -41,8 +42,8 @@ class Recipe:
         return self.parts()[0].shape(store)
 
     def dtype(self, store: TensorStore) -> torch.dtype:
-        """Returns the dtype of the result where none is asked for: that of the first source."""
-        return self.parts()[0].dtype(store)
+        """Returns the dtype of the result where none is asked for: it holds all sources."""
+        return reduce(torch.promote_types, (part.dtype(store) for part in self.parts()))
 
     def read_into(self, store: TensorStore, region: Region, out: Tensor) -> None:
         """Writes a region of the result into `out`, cast to its dtype."""
@@ -62,7 +63,7 @@ class Recipe:
             store: Where the sources are: a checkpoint, or a model.
             dim: The dimension that is cut, or None for the whole result.
             pieces: The wanted index ranges along `dim`, in the order of the result.
-            dtype: The dtype of the result; that of the first source by default.
+            dtype: The dtype of the result; by default one that holds all sources.
             device: Where the result lies.
 
         Returns:
