@@ -89,7 +89,7 @@ def test_failing_rank_is_named_with_its_traceback(rank_pool):
     assert "─── rank 1 ───" in report
     assert "raise ZeroDivisionError" in report
     assert "worker.py" not in outcomes[1].text
-    assert seconds < 5
+    assert seconds < 10
     assert works(rank_pool, 2)
 
 
@@ -102,7 +102,7 @@ def test_dying_rank_is_named_and_replaced(rank_pool, how, ending):
     assert ending in outcomes[1].summary
     assert "wait_for_the_lost_rank" in outcomes[0].stack
     assert "wait_for_the_lost_rank" in outcomes[2].stack
-    assert seconds < 5
+    assert seconds < 10
     assert works(rank_pool, 3)
     assert not set(before) & set(rank_pool.pids)
 
@@ -111,7 +111,7 @@ def test_hang_ends_at_its_limit_with_stacks(rank_pool):
     assert works(rank_pool, 2)
     outcomes, seconds = run(rank_pool, hang_on_rank_zero, 2, timeout_s=3.0)
     assert [outcome.status for outcome in outcomes] == ["hung", "passed"]
-    assert 3.0 <= seconds < 5.0
+    assert 3.0 <= seconds < 10.0
     assert "3 s" in outcomes[0].summary
     assert "wait_for_the_lost_rank" in reports.describe(outcomes)
     assert works(rank_pool, 2)

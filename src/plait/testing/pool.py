@@ -226,7 +226,10 @@ def start_method() -> Any:
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["plait.testing.preload"])
+    preload = ["plait.testing.preload"]
+    if typecheck.installed():
+        preload.append("plait.testing.preload_checked")
+    context.set_forkserver_preload(preload)
     return context
 
 
@@ -285,7 +288,7 @@ def _stacks(ranks: list[_Worker]) -> list[str]:
     """Python stacks of running ranks; waits until they are written."""
     for one in ranks:
         one.dump_stack()
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 5.0
     found = [""] * len(ranks)
     while time.monotonic() < deadline:
         before, found = found, [one.stack() for one in ranks]
