@@ -164,20 +164,20 @@ def _read_split(
     device = process_group.ensure(mesh.device_type)
     watch = progress.Stopwatch()
 
-    def prepare() -> tuple[sources.Source, Checkpoint, Any, torch.dtype, Conversion]:
+    def prepare() -> tuple[Checkpoint, Any, torch.dtype, Conversion]:
         source = sources.find(path, hub, kwargs)
-        checkpoint = open_checkpoint(source.files, source.variant)
-        dtype = skeleton.choose_dtype(
-            source.dtype, source.config, lambda: _stored_dtype(checkpoint)
-        )
+        dtype = skeleton.choose_dtype(source.dtype, source.config, lambda: _stored_dtype(source))
         model = skeleton.empty_model(hf.auto_class(name), source.config, dtype, source.model_kwargs)
+        plan = build.plan_for(model, getattr(config, "tp_plan", None), tp_mesh.size())
+        build.check(model, plan, tp_mesh)
+        checkpoint = open_checkpoint(source.files(), source.variant)
         if source.is_gguf:
-            conversion = gguf.convert(model, checkpoint)
+            conversion = gguf.gguf_conversion(model, checkpoint)
         else:
             conversion = convert(model, checkpoint, source.key_mapping)
-        return source, checkpoint, model, dtype, conversion
+        return checkpoint, model, dtype, conversion
 
-    _, checkpoint, model, dtype, conversion = together(tp_mesh, f"Reading {path!r}:", prepare)
+    checkpoint, model, dtype, conversion = together(tp_mesh, f"Reading {path!r}:", prepare)
     with checkpoint:
         _untie(model, conversion.untied)
         model = build.parallelize(model, config, device_mesh=mesh)
@@ -282,9 +282,10 @@ def _untie(model: Any, names: Sequence[str]) -> None:
         model.all_tied_weights_keys.pop(name, None)
 
 
-def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    dtypes = (checkpoint.info(key)[1] for key in checkpoint.keys())  # noqa: SIM118
-    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+def _stored_dtype(source: sources.Source) -> torch.dtype | None:
+    with open_checkpoint(source.files(), source.variant) as checkpoint:
+        dtypes = (checkpoint.info(key)[1] for key in checkpoint.keys())  # noqa: SIM118
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 class AutoModel(_AutoClass):

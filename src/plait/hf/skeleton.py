@@ -101,6 +101,7 @@ def empty_model(auto_class: Any, config: Any, dtype: torch.dtype, kwargs: Mappin
         for context in contexts + ([safe_ops()] if safe_ops else []):
             stack.enter_context(context)
         model = auto_class.from_config(config, dtype=dtype, **kwargs)
+    model.tie_weights()  # left out with the initialisation of the weights
     model.eval()
     return model
 

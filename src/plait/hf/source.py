@@ -26,11 +26,12 @@ _NOT_OURS = ("low_cpu_mem_usage", "use_safetensors", "weights_only")
 
 @dataclass(frozen=True)
 class Source:
-    """A model's config and files, found; no weight has been read.
+    """A model's config, and where its weights are; none of them has been looked at.
 
     Attributes:
         config: The config of transformers.
-        files: A directory, a weight file, or an index of weight files.
+        path: A directory, a weight file, or a model's name on the hub.
+        hub: Arguments that say where files come from.
         dtype: What the caller asked for: a dtype, its name, `"auto"` or None.
         model_kwargs: What the caller gave for the making of the model.
         variant: The variant of the weight files (`"fp16"`), if the caller asked for one.
@@ -38,7 +39,8 @@ class Source:
     """
 
     config: Any
-    files: Path
+    path: str
+    hub: Mapping[str, Any]
     dtype: Any = None
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     variant: str | None = None
@@ -47,11 +49,19 @@ class Source:
     @property
     def is_gguf(self) -> bool:
         """Whether the weights are in a GGUF file."""
-        return self.files.suffix == ".gguf"
+        return self.path.endswith(".gguf")
+
+    def files(self) -> Path:
+        """A directory, a weight file or an index; files of the hub are fetched into its cache.
+
+        Raises:
+            WeightsError: The hub has no weights under this name.
+        """
+        return _files(self.path, self.hub, self.variant)
 
 
 def find(path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Source:
-    """Find a model's config and weight files; files of the hub are fetched into its cache.
+    """Find a model's config and where its weights are.
 
     Args:
         path: A directory, a GGUF file, or a model's name on the hub.
@@ -60,7 +70,7 @@ def find(path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Source
             making of the model takes.
 
     Raises:
-        WeightsError: There is no such model, no config, or no weight file.
+        WeightsError: There is no such model, or no config.
     """
     rest = dict(kwargs)
     old = rest.pop("torch_dtype", None)
@@ -82,18 +92,16 @@ def find(path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Source
     if trust is not None:
         model_kwargs["trust_remote_code"] = trust
     if path.endswith(".gguf"):
-        file = Path(path)
-        config = config if config is not None else gguf.read_config(file)
+        config = config if config is not None else gguf.gguf_config(path)
         for name, value in rest.items():
             setattr(config, name, value)
-        return Source(config, file, dtype, model_kwargs)
+        return Source(config, path, hub, dtype, model_kwargs)
     if not hasattr(config, "to_dict"):
         known = {} if trust is None else {"trust_remote_code": trust}
         config, unused = read_config(config or path, hub, {**rest, **known})
         model_kwargs |= {n: v for n, v in unused.items() if n != "trust_remote_code"}
     refuse_quantized(config)
-    files = _files(path, hub, variant)
-    return Source(config, files, dtype, model_kwargs, variant, key_mapping)
+    return Source(config, path, hub, dtype, model_kwargs, variant, key_mapping)
 
 
 def _files(path: str, hub: Mapping[str, Any], variant: str | None) -> Path:
