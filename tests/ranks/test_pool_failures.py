@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,8 +134,11 @@ def test_group_sizes_change_without_new_workers(rank_pool):
 
 def test_worker_lost_between_jobs_is_replaced(rank_pool):
     assert works(rank_pool, 2)
-    os.kill(rank_pool.pids[0], signal.SIGKILL)
-    time.sleep(0.1)
+    lost = rank_pool.pids[0]
+    os.kill(lost, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{lost}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert works(rank_pool, 2)
 
 

@@ -124,7 +124,7 @@ class Pool:
         return [one.process.pid or -1 for one in self._workers]
 
     def _grow(self, world_size: int) -> None:
-        if any(not one.process.is_alive() for one in self._workers[:world_size]):
+        if any(one.is_lost() for one in self._workers):
             self.stop()
         started = []
         while len(self._workers) < world_size:
@@ -172,6 +172,10 @@ class _Worker:
             process.start()
         theirs.close()
         return cls(process, ours, base)
+
+    def is_lost(self) -> bool:
+        """Whether this idle worker is gone; its pipe tells before the fork server does."""
+        return self.conn.poll(0) or not self.process.is_alive()
 
     def wait_until_ready(self) -> None:
         """Wait for the worker's imports; a worker that dies of them is noticed while collecting."""
