@@ -51,6 +51,13 @@ tests: setup ## pytest, all of it (ARGS="tests/unit -k names" narrows it)
 test-fast: setup ## pytest without the slow tests and the docs
 	@HF_HUB_OFFLINE=1 $(SHOW) "fast tests" $(PY) -m pytest -m "not slow and not gpu" --ignore tests/docs $(ARGS)
 
+##@ Measuring
+.PHONY: bench
+bench: setup ## plait beside its peers, as in the README (about 15 minutes; on a quiet machine)
+	@$(SHOW) "tensor parallelism" $(PY) benchmarks/tp_compare.py
+	@$(SHOW) "reading" $(PY) benchmarks/loading.py
+	@$(SHOW) "speed-up picture" $(PY) benchmarks/tp_speedup.py
+
 ##@ Other
 .PHONY: setup format serve-docs constraints clean help
 setup: $(VENV)/.installed ## The virtual environment only
