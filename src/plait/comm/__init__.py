@@ -4,7 +4,7 @@ Raw collectives are in `raw`, their differentiable pairs in `pairs`, the bridge 
 parameters to local tensors in `parameters`, control messages in `control`, counting in `counting`.
 """
 
-from plait.comm.control import announce_failure, exchange, set_timeout
+from plait.comm.control import announce_failure, exchange, is_linked, set_timeout, through_torch
 from plait.comm.counting import Count, Tally, count
 from plait.comm.pairs import (
     copy_to,
@@ -32,10 +32,12 @@ __all__ = [
     "exchange",
     "gather_copy",
     "gather_from",
+    "is_linked",
     "local",
     "reduce_scatter",
     "scatter_sum",
     "set_timeout",
     "split_to",
     "sum_from",
+    "through_torch",
 ]

@@ -48,7 +48,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int] | None, group: str) -> 
 @all_gather.register_fake
 def _(x: Tensor, dim: int, sizes: Sequence[int] | None, group: str) -> Tensor:
     shape = list(x.shape)
-    size = group_named(group, x.device.type).size()
+    size = group_named(group, x.device.type).size
     shape[dim] = shape[dim] * size if sizes is None else sum(sizes)
     return x.new_empty(shape)
 
@@ -63,7 +63,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Ten
 @reduce_scatter.register_fake
 def _(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
     shape = list(x.shape)
-    shape[dim] = sizes[group_named(group, x.device.type).rank()]
+    shape[dim] = sizes[group_named(group, x.device.type).rank]
     return x.new_empty(shape)
 
 

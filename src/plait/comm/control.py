@@ -1,10 +1,14 @@
 """Control between the ranks of an axis: small messages, failures, time limits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm.group import announce, group_of, open_groups, transport_of
+from plait.comm.link.collectives import Link
+from plait.comm.torch_transport import TorchTransport
 
 
 def exchange(obj: Any, mesh: DeviceMesh) -> list[Any]:
@@ -64,3 +68,34 @@ def set_timeout(mesh: DeviceMesh, seconds: float) -> float:
     if group.transport is not None:
         group.transport.set_timeout(group.timeout_s)
     return before
+
+
+@contextmanager
+def through_torch(mesh: DeviceMesh) -> Iterator[None]:
+    """In this block the collectives of an axis go through torch.distributed, link or not.
+
+    For comparisons. Every rank of the axis enters and leaves the block between the same
+    collectives.
+
+    Args:
+        mesh: The axis, a 1-D mesh.
+    """
+    group = group_of(mesh)
+    before = group.transport
+    group.transport = TorchTransport(group.process_group, group.global_ranks)
+    try:
+        yield
+    finally:
+        group.transport = before
+
+
+def is_linked(mesh: DeviceMesh) -> bool:
+    """Whether the collectives of an axis go through shared memory.
+
+    Made on the first use, so this is a collective of its own if nothing has been sent yet.
+
+    Args:
+        mesh: The axis, a 1-D mesh.
+    """
+    group = group_of(mesh)
+    return group.size > 1 and isinstance(transport_of(group), Link)

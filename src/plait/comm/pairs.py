@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import raw
 from plait.comm.border import find_border, keep_border
 from plait.comm.group import group_of
+from plait.comm.once import first_order
 
 Sizes = Sequence[int] | None
 
@@ -46,7 +46,7 @@ class _CopyTo(Function):
         return x.detach()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         # A missing gradient arrives as zeros, so that every rank takes part in the sum.
         return raw.all_reduce(grad, ctx.mesh), None
@@ -60,7 +60,7 @@ class _SumFrom(Function):
         return raw.all_reduce_(x.detach(), mesh) if fresh else raw.all_reduce(x, mesh)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None, None
 
@@ -74,7 +74,7 @@ class _SplitTo(Function):
         return raw.split(x, mesh, dim, sizes)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         return raw.all_gather(grad, *ctx.args), None, None, None
 
@@ -89,7 +89,7 @@ class _GatherFrom(Function):
         return whole
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         return raw.split(grad, *ctx.args), None, None, None
 
@@ -103,7 +103,7 @@ class _ScatterSum(Function):
         return raw.reduce_scatter(x, mesh, dim, sizes)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         return raw.all_gather(grad, *ctx.args), None, None, None
 
@@ -118,7 +118,7 @@ class _GatherCopy(Function):
         return whole
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         return raw.reduce_scatter(grad, *ctx.args), None, None, None
 

@@ -5,11 +5,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plait.comm import raw
+from plait.comm.once import first_order
 from plait.comm.pairs import copy_to
 from plait.errors import RankError
 
@@ -24,7 +24,7 @@ class _Local(Function):
         return param._local_tensor.detach()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.sum_over is not None:
             grad = raw.all_reduce(grad, ctx.sum_over)

@@ -32,10 +32,10 @@ class TorchTransport:
             total = self.all_reduce(x.float(), op, None).to(x.dtype)
             return total if out is None else out.copy_(total)
         if out is None:
-            out = x.clone(memory_format=torch.contiguous_format)
-        elif out is not x:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if out is not x:
             out.copy_(x)
-        buffer = out if out.is_contiguous() else out.contiguous()
+        buffer = _whole(out)
         self._run("all_reduce", x, lambda: dist.all_reduce(buffer, _OPS[op], self.process_group))
         return out if buffer is out else out.copy_(buffer)
 
@@ -89,7 +89,7 @@ class TorchTransport:
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The `x` of group rank `src`."""
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
         self._run(
             "broadcast",
             x,
@@ -152,9 +152,14 @@ class TorchTransport:
 
 def _movable(x: Tensor, dim: int) -> Tensor:
     """`x` with `dim` in front, contiguous."""
-    return x.movedim(dim, 0).contiguous()
+    return _whole(x.movedim(dim, 0))
+
+
+def _whole(x: Tensor) -> Tensor:
+    """`x` contiguous and without a pending conjugation; `x` itself where it is."""
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def _wire(x: Tensor) -> Tensor:
-    """Complex numbers travel as pairs of reals; the numbers of bits stay the same."""
+    """Complex numbers travel as pairs of reals."""
     return torch.view_as_real(x) if x.is_complex() else x

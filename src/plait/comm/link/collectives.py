@@ -306,4 +306,4 @@ def _empty_like(x: Tensor) -> Tensor:
 
 def _flat_bytes(x: Tensor) -> Tensor:
     """The elements of `x` in order, as bytes; a view where `x` is contiguous."""
-    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

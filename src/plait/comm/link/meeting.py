@@ -29,7 +29,6 @@ from plait.errors import RankError
 _SPINS = 1500  # about 60 µs
 _YIELDS = 40
 _LOOK_AROUND_S = 0.1
-_LAST_WAIT_S = 3.0
 
 
 class Meeting:
@@ -83,7 +82,7 @@ class Meeting:
         self._step = step
         words[base + STEP] = step
         signature, where = header.signature, SIGNATURE + parity
-        alike = True
+        as_one = True
         for peer in self._peers:
             if words[peer + ASLEEP]:
                 waiting.wake(self.segment.address + 8 * (base + STEP))
@@ -91,10 +90,12 @@ class Meeting:
         for peer in self._peers:
             if words[peer] < step:
                 self._wait(peer, step, header)
-            if words[peer + where] != signature:
-                alike = False
-        if not alike:
-            raise self._mismatch(parity, header)
+            if words[peer + where] != signature or words[peer + ALARM]:
+                as_one = False
+        if not as_one:
+            # A peer may have given up waiting for this rank; or the ranks want different things.
+            self._raise_alarms(header)
+            raise self._mismatch(parity)
 
     def step(self, header: Header) -> None:
         """A further step of the collective: publish and wait for all."""
@@ -170,6 +171,11 @@ class Meeting:
         dead = [r for r in self._absent(step) if waiting.birth(self._processes[r][0]) is None]
         if dead:
             raise self._death(dead, header)
+        self._raise_alarms(header)
+        if waited_s > self.timeout_s:
+            raise self._absence(step, header, waited_s)
+
+    def _raise_alarms(self, header: Header) -> None:
         told = [r for r in range(self.size) if self._words[r * CONTROL_WORDS + ALARM]]
         if told:
             self.spent = True
@@ -178,8 +184,6 @@ class Meeting:
                 [f"rank {self.global_ranks[r]}: {self.segment.read_message(r)}" for r in told],
                 rank=self.global_ranks[told[0]],
             )
-        if waited_s > self.timeout_s:
-            raise self._absence(step, header, waited_s)
 
     def _absent(self, step: int) -> list[int]:
         return [r for r in range(self.size) if self._words[r * CONTROL_WORDS + STEP] < step]
@@ -217,7 +221,7 @@ class Meeting:
         self.announce(f"gave up waiting for rank {names} in {describe(header.row)}")
         return error
 
-    def _mismatch(self, parity: int, header: Header) -> RankError:
+    def _mismatch(self, parity: int) -> RankError:
         rows = [self.segment.read_header(r, parity) for r in range(self.size)]
         signatures = [self._words[r * CONTROL_WORDS + SIGNATURE + parity] for r in range(self.size)]
         # The odd ones out are those that differ from the most common wish.

@@ -20,13 +20,13 @@ from array import array
 import torch
 from torch import Tensor
 
-# Words of a control block. A rank's step and its two signatures share a cache line, so that a
-# reader fetches them together; what others write to or poll for lies on lines of its own.
+# Words of a control block. A rank's step, its two signatures and its alarm share a cache line, so
+# that a reader fetches them together; what a rank writes while it waits lies on another.
 STEP = 0
 SIGNATURE = 1  # and 2: one per parity
+ALARM = 3
 ASLEEP = 8
-ALARM = 16
-MESSAGE_BYTES = 17
+MESSAGE_BYTES = 16
 HEADER = 32  # 64 words per parity
 HEADER_WORDS = 64
 MESSAGE = 256
