@@ -186,6 +186,7 @@ def _read_split(
         report = _read_weights(model, checkpoint, conversion, state, dtype, device)
     _initialise(model, conversion, state, device)
     model.config.name_or_path = path
+    model.__dict__["_weight_conversions"] = list(conversion.transforms)  # undone on saving
     skeleton.load_generation_config(model, path, hub, generation_config)
     model.__dict__["_plait_report"] = replace(
         report, seconds=watch.seconds, unexpected=conversion.unexpected

@@ -15,6 +15,7 @@ from plait.errors import PlanError
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan
 from plait.plan.intervals import ParamLayout, even, packed, whole
+from plait.weights.module_store import in_order
 
 STATE = "_plait"
 
@@ -97,15 +98,7 @@ def gather_whole(x_local: torch.Tensor, layout: ParamLayout, mesh: DeviceMesh) -
     if layout.dim is None:
         return x_local
     gathered = all_gather(x_local.contiguous(), mesh, dim=layout.dim, sizes=layout.sizes)
-    flat = [piece for pieces in layout.pieces for piece in pieces]
-    if flat == sorted(flat):
-        return gathered
-    x = torch.empty_like(gathered)
-    start = 0
-    for a, b in flat:
-        x.narrow(layout.dim, a, b - a).copy_(gathered.narrow(layout.dim, start, b - a))
-        start += b - a
-    return x
+    return in_order(gathered, layout)
 
 
 def local_part(x: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:

@@ -218,3 +218,25 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
     with pytest.raises(LayoutError, match="split already"):
         fine = tiny.model("llama")
         plait.parallelize(plait.parallelize(fine))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "llava"])
+def test_a_saved_model_is_read_by_plain_transformers(name: str, tmp_path: Path) -> None:
+    path = saved(name, tmp_path / "model")
+    kind = "AutoModelForImageTextToText" if name == "llava" else "AutoModelForCausalLM"
+    split = getattr(plait, kind).from_pretrained(path, distributed_config=config())
+    split.save_pretrained(tmp_path / "again", max_shard_size="60KB")
+    again = getattr(transformers, kind).from_pretrained(tmp_path / "again")
+    first = getattr(transformers, kind).from_pretrained(path).state_dict()
+    assert first.keys() == again.state_dict().keys()
+    assert all(torch.equal(first[key], value) for key, value in again.state_dict().items())
+    assert again.config.to_diff_dict() == transformers.AutoConfig.from_pretrained(path).to_diff_dict()
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
+    stored = set(index["weight_map"])
+    from safetensors import safe_open
+
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert stored == set(file.keys()), "the names are those of the file it came from"
+    with pytest.raises(plait.WeightsError, match="state_dict"):
+        split.save_pretrained(tmp_path / "other", state_dict={"a": torch.zeros(1)})

@@ -1,0 +1,126 @@
+"""save_pretrained() of a split model: an ordinary checkpoint, gathered tensor by tensor."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from plait import comm
+from plait.errors import WeightsError
+from plait.hf.conversion import revert
+from plait.run import progress
+from plait.state import ParallelState, state_of
+from plait.weights import ModuleStore, save, together
+
+
+def save_pretrained(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    push_to_hub: bool = False,
+    save_original_format: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Write an ordinary checkpoint that plain transformers reads; all ranks must call it.
+
+    The first rank writes config, generation config and weights; the others take part in gathering.
+    Tied weights are written once, renamed or fused ones in the layout of the file they came from.
+
+    Args:
+        model: The split model (bound: `model.save_pretrained(directory)`).
+        save_directory: Where to; made if it is not there.
+        max_shard_size: Largest weight file, in bytes or as in `"5GB"`.
+        variant: Middle part of the weight files' names.
+        push_to_hub: Upload the directory afterwards, from the first rank.
+        save_original_format: False: the model's own names and layouts.
+        **kwargs: `repo_id`, `token`, `commit_message`, `private` for the upload. `is_main_process`
+            is accepted and decides nothing: the first rank writes.
+
+    Raises:
+        WeightsError: The directory cannot be written, or an argument asks for something else than
+            the whole model's own tensors. The directory is as it was.
+        RankError: Another rank failed, or did not take part.
+
+    Comm:
+        One all-gather of each split tensor; control messages before each.
+    """
+    state = state_of(model)
+    assert state is not None  # bound by parallelize
+    asked = f"save_pretrained({os.fspath(save_directory)!r}):"
+    unknown = {"state_dict", "distributed_checkpoint"} & {k for k, v in kwargs.items() if v}
+    if unknown:
+        raise WeightsError(
+            asked,
+            f"{', '.join(sorted(unknown))} would save something else than the split model",
+            "leave it out: the tensors are gathered from the ranks",
+        )
+    if _writes_here(state):
+        _save(model, state, asked, Path(save_directory), max_shard_size, variant, save_original_format)
+        if push_to_hub:
+            together(state.tp_mesh, asked, lambda: _push(state, Path(save_directory), kwargs))
+    _wait_for_writer(state)
+
+
+def _save(
+    model: Any,
+    state: ParallelState,
+    asked: str,
+    directory: Path,
+    max_shard_size: int | str,
+    variant: str | None,
+    original: bool,
+) -> None:
+    skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    store = ModuleStore(model, state.layouts, state.tp_mesh)
+    names = [name for name in store.keys() if name not in skip]  # noqa: SIM118
+    if skip:
+        store = ModuleStore(model, state.layouts, state.tp_mesh, names)
+    recipes = revert(model, names, store, None if original else [])
+    report = save(
+        store, recipes, directory, max_shard_size=max_shard_size, variant=variant
+    )
+    together(state.tp_mesh, asked, lambda: _save_configs(model, state, directory))
+    progress.report(f"{directory.name}: {report}")
+
+
+def _save_configs(model: Any, state: ParallelState, directory: Path) -> None:
+    if state.tp_mesh.get_local_rank() != 0:
+        return
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        with contextlib.suppress(AttributeError):  # a model may generate without such a config
+            model.generation_config.save_pretrained(directory)
+
+
+def _push(state: ParallelState, directory: Path, kwargs: dict[str, Any]) -> None:
+    if state.tp_mesh.get_local_rank() != 0:
+        return
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=kwargs.get("token"))
+    name = kwargs.get("repo_id") or directory.name
+    repo = api.create_repo(name, exist_ok=True, private=kwargs.get("private"))
+    api.upload_folder(
+        repo_id=repo.repo_id,
+        folder_path=directory,
+        commit_message=kwargs.get("commit_message") or "Upload model",
+    )
+
+
+def _writes_here(state: ParallelState) -> bool:
+    """Whether this rank's tensor-parallel group is the first of the replicas."""
+    names = state.mesh.mesh_dim_names or ()
+    others = [name for name in names if name != "tp"] if state.mesh.ndim > 1 else []
+    return all(state.mesh.get_local_rank(name) == 0 for name in others)
+
+
+def _wait_for_writer(state: ParallelState) -> None:
+    """Return on no replica before the files are there."""
+    if state.mesh.ndim > 1:
+        for name in state.mesh.mesh_dim_names or ():
+            if name != "tp":
+                comm.exchange(None, state.mesh[name])
