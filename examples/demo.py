@@ -11,6 +11,7 @@ demo-output/.
 import argparse
 import importlib.metadata
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 RANKS = 3
-PROMPT = "Why is the sky blue? Answer in one sentence."
+PROMPT = "What is the capital of France, and what is it known for?"
 NEW_TOKENS = 40
 OUTPUT = Path(__file__).resolve().parent.parent / "demo-output"
 COLOURS = ("#3b6fb6", "#e07b39", "#4c9f70")
@@ -39,6 +40,7 @@ def model_file() -> Path:
 
 def encode(gguf: Path):
     """The tokenizer, and the prompt in the model's chat format."""
+    os.environ["TQDM_DISABLE"] = "1"  # transformers' progress bars; read when it is imported
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -260,7 +262,7 @@ def _draw_one_layer(axes, weights: dict[str, dict]) -> None:
         shape = weight["shape"]
         rows, columns = (shape[0], shape[1]) if len(shape) == 2 else (shape[0], 60)
         # To scale up to the longest matrices, which would leave no room for the others.
-        height, width = min(rows, 1600), min(max(columns, 200), 1600)
+        height, width = min(rows, 1600), min(max(columns, 330), 1600)
         _draw_weight(axes, weight, x, -height, (width, height), text=True)
         axes.text(x + width / 2, 60, _label(name), ha="center", va="top", fontsize=10)
         whole = "×".join(map(str, shape)) + ("\n(not to scale)" if rows > height else "")
