@@ -110,7 +110,7 @@ class _AutoClass:
 def _distributed_config(
     config: DistributedConfig | None, kwargs: dict[str, Any]
 ) -> tuple[DistributedConfig | None, dict[str, Any]]:
-    """`config`, or one made of the old arguments `tp_plan` and `tp_size`; and the other arguments."""
+    """`config`, or one made of the old `tp_plan` and `tp_size`; and the other arguments."""
     kwargs = dict(kwargs)
     old = {name: kwargs.pop(name) for name in ("tp_plan", "tp_size") if name in kwargs}
     old = {name: value for name, value in old.items() if value is not None}
@@ -180,7 +180,7 @@ def _read_split(
     checkpoint, model, dtype, conversion = together(tp_mesh, f"Reading {path!r}:", prepare)
     with checkpoint:
         _untie(model, conversion.untied)
-        model = build.parallelize(model, config, device_mesh=mesh)
+        build.parallelize(model, config, device_mesh=mesh)
         state = state_of(model)
         assert state is not None
         report = _read_weights(model, checkpoint, conversion, state, dtype, device)

@@ -69,5 +69,5 @@ class RankError(PlaitError):
         super().__init__(asked, problems, ways_out)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[type, tuple]:  # type: ignore[type-arg,override]
+    def __reduce__(self) -> tuple[type, tuple]:  # type: ignore[type-arg]
         return type(self), (self.asked, self.problems, self.ways_out, self.rank)

@@ -139,9 +139,7 @@ def test_from_config_gives_the_model_of_one_process() -> None:
         tiny.config("qwen2"), dtype=torch.float64, distributed_config=config()
     )
     torch.manual_seed(5)
-    whole = transformers.AutoModelForCausalLM.from_config(
-        tiny.config("qwen2"), dtype=torch.float64
-    )
+    whole = transformers.AutoModelForCausalLM.from_config(tiny.config("qwen2"), dtype=torch.float64)
     split.eval(), whole.eval()
     parity.compare(split, whole, tiny.batch("qwen2"))
 
@@ -193,7 +191,7 @@ def test_what_is_refused_before_anything_is_read(tmp_path: Path) -> None:
         auto.from_pretrained(path, device_map="auto", distributed_config=config())
     with pytest.raises(LayoutError, match=r"tp 4 = 4.*WORLD_SIZE is 2|tp_size"):
         auto.from_pretrained(path, distributed_config=plait.DistributedConfig(tp_size=4))
-    with pytest.raises(LayoutError, match="cp_size|dp_shard_size|sp_size"):
+    with pytest.raises(LayoutError, match="sp_size"):
         auto.from_pretrained(path, distributed_config=plait.DistributedConfig(sp_size=2))
     for weights in path.glob("*.safetensors"):  # names are refused without a weight file at hand
         if torch.distributed.get_rank() == 0:
@@ -231,7 +229,8 @@ def test_a_saved_model_is_read_by_plain_transformers(name: str, tmp_path: Path) 
     first = getattr(transformers, kind).from_pretrained(path).state_dict()
     assert first.keys() == again.state_dict().keys()
     assert all(torch.equal(first[key], value) for key, value in again.state_dict().items())
-    assert again.config.to_diff_dict() == transformers.AutoConfig.from_pretrained(path).to_diff_dict()
+    first_config = transformers.AutoConfig.from_pretrained(path)
+    assert again.config.to_diff_dict() == first_config.to_diff_dict()
     index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
     stored = set(index["weight_map"])
     from safetensors import safe_open

@@ -243,5 +243,3 @@ def test_the_parity_test_notices_a_bias_that_is_added_on_every_rank() -> None:
 
     with mutation.must_fail(split.down, "forward", biased.__get__(split.down)):
         parity.compare(split, whole_model, tiny.batch("mlp"))
-
-

@@ -130,5 +130,5 @@ def test_two_rules_of_the_user_that_cut_a_tied_weight_differently_are_refused() 
 
 def test_rules_and_plans_print_as_tables() -> None:
     assert "model.layers.*.mlp.w1" in str(PlanRules(OWN)) and "colwise" in str(PlanRules(OWN))
-    assert "× 3" in str(resolve(model_names(), OWN, None, STYLES))  # noqa: RUF001
+    assert "× 3" in str(resolve(model_names(), OWN, None, STYLES))
     assert "whole" in str(PlanRules())

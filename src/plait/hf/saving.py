@@ -57,16 +57,17 @@ def save_pretrained(
             "leave it out: the tensors are gathered from the ranks",
         )
     if _writes_here(state):
-        _save(model, state, asked, Path(save_directory), max_shard_size, variant, save_original_format)
+        directory = Path(save_directory)
+        _save(model, state, directory, max_shard_size, variant, save_original_format)
+        together(state.tp_mesh, asked, lambda: _save_configs(model, state, directory))
         if push_to_hub:
-            together(state.tp_mesh, asked, lambda: _push(state, Path(save_directory), kwargs))
+            together(state.tp_mesh, asked, lambda: _push(state, directory, kwargs))
     _wait_for_writer(state)
 
 
 def _save(
     model: Any,
     state: ParallelState,
-    asked: str,
     directory: Path,
     max_shard_size: int | str,
     variant: str | None,
@@ -78,10 +79,7 @@ def _save(
     if skip:
         store = ModuleStore(model, state.layouts, state.tp_mesh, names)
     recipes = revert(model, names, store, None if original else [])
-    report = save(
-        store, recipes, directory, max_shard_size=max_shard_size, variant=variant
-    )
-    together(state.tp_mesh, asked, lambda: _save_configs(model, state, directory))
+    report = save(store, recipes, directory, max_shard_size=max_shard_size, variant=variant)
     progress.report(f"{directory.name}: {report}")
 
 

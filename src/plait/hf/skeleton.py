@@ -112,15 +112,19 @@ def dtype_rule(model: Any, dtype: torch.dtype) -> Callable[[str, torch.dtype], t
     Floating tensors become `dtype`, except the modules that their model keeps in float32; others
     stay as they are.
     """
-    plan = {_glob(pattern): kept for pattern, kept in model._get_dtype_plan(dtype).items()}
-    slots = {n: t.dtype for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    plan: dict[re.Pattern[str], torch.dtype] = {
+        _glob(pattern): kept for pattern, kept in model._get_dtype_plan(dtype).items()
+    }
+    slots: dict[str, torch.dtype] = {
+        n: t.dtype for n, t in [*model.named_parameters(), *model.named_buffers()]
+    }
 
     def rule(name: str, stored: torch.dtype) -> torch.dtype:
         if not stored.is_floating_point:
             return stored
         for pattern, kept in plan.items():
             if pattern.search(name):
-                return kept  # type: ignore[no-any-return]
+                return kept
         return slots.get(name, dtype)
 
     return rule

@@ -82,7 +82,7 @@ def find(path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Source
     gguf_file = rest.pop("gguf_file", None)
     if gguf_file is not None:
         path = os.path.join(path, gguf_file)
-    model_kwargs = {
+    model_kwargs: dict[str, Any] = {
         name: rest.pop(name)
         for name in ("attn_implementation", "experts_implementation")
         if name in rest

@@ -89,8 +89,8 @@ class _Rnn(ReplicateParallel):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         # The flat list must hold the DTensors, not the tensors from before the split.
-        names = module._flat_weights_names  # type: ignore[union-attr]
-        flat = [module._parameters[n] for n in names]  # type: ignore[union-attr]
+        names: Any = module._flat_weights_names
+        flat = [module._parameters[n] for n in names]
         assert all(isinstance(p, DTensor) for p in flat if p is not None)
         module.__dict__["_flat_weights"] = flat
         return super().install_forward(module, mesh)

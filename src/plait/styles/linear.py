@@ -110,7 +110,8 @@ class ColwiseParallel(TensorParallelLayer):
         self, module: nn.Module, output: Any, mesh: DeviceMesh
     ) -> Any:
         """Gather the output features, or leave them split."""
-        out_features = module.out_features if hasattr(module, "out_features") else None
+        width = getattr(module, "out_features", None)
+        out_features = width if isinstance(width, int) else None
         return leave_split_features(
             output, out_features, self.output_layouts, self.use_local_output, mesh
         )
@@ -325,8 +326,13 @@ def _validate_dims(module: nn.Module, param: str, parameter_name: str | None, st
 # The forwards of plain nn.Linear layers, with nothing decided at call time but the grad mode.
 
 
+def _weight_and_bias(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+    params: dict[str, Any] = module._parameters
+    return params["weight"], params["bias"]
+
+
 def _colwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    weight, bias = _weight_and_bias(module)
     mesh = border_of(module).mesh
     if isinstance(input, DTensor):
         x = to_replicate(input, Replicate(), mesh)
@@ -338,17 +344,18 @@ def _colwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
 def _colwise_gather_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
     output = _colwise_linear(module, input)
     mesh = border_of(module).mesh
-    sizes = uneven_sizes(module.out_features, mesh.size())  # type: ignore[arg-type]
+    sizes = uneven_sizes(module.out_features, mesh.size())
     if torch.is_grad_enabled():
         return gather_from(output, mesh, dim=-1, sizes=sizes)
     replacement = module.__dict__.get("_plait_output")
     if replacement is not None:  # generate() may ask for the best candidates only
-        return replacement(output)  # type: ignore[no-any-return]
+        chosen: torch.Tensor = replacement(output)
+        return chosen
     return all_gather(output, mesh, dim=-1, sizes=sizes)
 
 
 def _rowwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    weight, bias = _weight_and_bias(module)
     mesh = border_of(module).mesh
     if isinstance(input, DTensor):
         input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
