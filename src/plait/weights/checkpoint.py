@@ -29,6 +29,9 @@ class TensorFile(Protocol):
 Read = Callable[[Region, Tensor], None]
 
 
+View = Callable[[Region], Tensor | None]
+
+
 class Checkpoint:
     """Named tensors in one or more open files.
 
@@ -41,6 +44,8 @@ class Checkpoint:
             in the file in all, and the function that copies a region of it.
         opened: The files to close at the end.
         metadata: Free-form strings found in the headers.
+        views: For each tensor of which regions can be views of the file, the function that makes
+            one.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class Checkpoint:
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype, int, Read]],
         opened: Sequence[TensorFile],
         metadata: dict[str, object] | None = None,
+        views: dict[str, View] | None = None,
     ) -> None:
         """Takes over the open files."""
         self.files = files
         self.metadata = metadata or {}
         self.bytes_read = 0
         self._tensors = tensors
+        self._views = views or {}
         self._opened = list(opened)
 
     def keys(self) -> Sequence[str]:
@@ -121,6 +128,14 @@ class Checkpoint:
             read(region, out)
         self.bytes_read += nbytes * out.numel() // max(total, 1)
 
+    def view(self, key: str, region: Region) -> Tensor | None:
+        """Returns a region of one tensor as a view of its file, or None where it must be read."""
+        make = self._views.get(key)
+        x = None if make is None else make(region)
+        if x is not None:
+            self.bytes_read += x.numel() * x.element_size()
+        return x
+
     def close(self) -> None:
         """Closes the files."""
         for file in self._opened:
@@ -152,13 +167,18 @@ class Checkpoint:
         return entry
 
 
-def open_checkpoint(path: PathLike | Sequence[PathLike], variant: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: PathLike | Sequence[PathLike], variant: str | None = None, mapped: bool = True
+) -> Checkpoint:
     """Opens a checkpoint; every header is read and checked, no tensor is.
 
     Args:
         path: A directory, a weight file (`.safetensors`, `.gguf`, `.bin`), an index, or several
             weight files.
         variant: The middle part of names such as `model.fp16.safetensors`.
+        mapped: Let CPU parameters that lie in one stretch of a safetensors file, in the right
+            dtype, be views of it: they are read when they are first used and shared with other
+            processes, and the file must stay as it is. False reads everything into memory.
 
     Raises:
         WeightsError: A file is missing, truncated or damaged, the index names what is not there,
@@ -169,10 +189,10 @@ def open_checkpoint(path: PathLike | Sequence[PathLike], variant: str | None = N
         from plait.weights.gguf import open_gguf
 
         return open_gguf(files)
-    return _open_bin(files) if files.kind == "bin" else _open_safetensors(files)
+    return _open_bin(files) if files.kind == "bin" else _open_safetensors(files, mapped)
 
 
-def _open_safetensors(files: CheckpointFiles) -> Checkpoint:
+def _open_safetensors(files: CheckpointFiles, mapped: bool) -> Checkpoint:
     entries = layout_of(files)
     unknown = [f"{key} is {e.dtype}" for key, e in entries.items() if e.dtype not in DTYPES]
     if unknown:
@@ -189,7 +209,12 @@ def _open_safetensors(files: CheckpointFiles) -> Checkpoint:
         key: (entry.shape, DTYPES[entry.dtype], entry.nbytes, reader(entry))
         for key, entry in entries.items()
     }
-    return Checkpoint(files, tensors, list(opened.values()))
+
+    def viewer(entry: TensorEntry) -> View:
+        return lambda region: opened[entry.file].view(entry, region)
+
+    views = {key: viewer(entry) for key, entry in entries.items()} if mapped else {}
+    return Checkpoint(files, tensors, list(opened.values()), views=views)
 
 
 def _open_bin(files: CheckpointFiles) -> Checkpoint:

@@ -239,6 +239,11 @@ def _read(
             f"its layout gives this rank {shape}, but its local tensor has {tuple(local.shape)}",
         )
     region = along(len(layout.shape), layout.dim, layout.pieces_of(rank))
+    if slot.on_meta and place.type == "cpu" and dtype == job.file_dtype:
+        mapped = job.recipe.view(checkpoint, region)
+        if mapped is not None:
+            slot.fill(mapped)
+            return
     in_place = not slot.on_meta and local.dtype == dtype and local.device == place
     out = local if in_place else torch.empty(shape, dtype=dtype, device=place)
     with torch.no_grad():

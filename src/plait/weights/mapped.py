@@ -9,14 +9,14 @@ import mmap
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from plait.errors import WeightsError
 from plait.shapes.safetensors import TensorEntry
-from plait.weights.regions import Region, copy_region
+from plait.weights.regions import Region, copy_region, shape_in
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -43,6 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_VIEW_BYTES = 1 << 16  # a smaller view would hold whole pages for a few bytes
 _RUN_BYTES = 1 << 16  # shorter runs are copied from the map: a system call a run costs more
 
 
@@ -79,9 +80,41 @@ class MappedFile:
         if runs is not None and same and out.device.type == "cpu":
             self._read_runs(entry, runs, out)
             return
+        if os.fstat(self._fd).st_size < entry.stop:  # touching the map there would kill the process
+            self._refuse_cut(entry.start, entry.stop)
         x = self._view[entry.start : entry.stop].view(DTYPES[entry.dtype]).view(entry.shape)
         copy_region(x, region, out)
         self._forget(entry.start, entry.stop)
+
+    def view(self, entry: TensorEntry, region: Region) -> Tensor | None:
+        """Returns a region as a view of the file, without reading it, where it is one stretch.
+
+        The pages are read when they are first used, are shared with the other processes that map
+        the file, and become private where they are written to: the file never changes.
+
+        Args:
+            entry: Where the tensor lies in this file.
+            region: What is wanted.
+
+        Returns:
+            The tensor, or None where the region is small, in pieces, or not aligned.
+        """
+        runs, dtype = _runs(entry, region), DTYPES[entry.dtype]
+        if self._fd < 0 or runs is None or len(runs) != 1:
+            return None
+        start, stop = runs[0]
+        if os.fstat(self._fd).st_size < entry.stop:
+            self._refuse_cut(entry.start, entry.stop)
+        if stop - start < _VIEW_BYTES or start % dtype.itemsize:
+            return None
+        # A map of its own: two views of the same bytes must not see each other's writes.
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._fd, stop - first, access=mmap.ACCESS_COPY, offset=first)
+        if hasattr(mapped, "madvise"):
+            mapped.madvise(mmap.MADV_WILLNEED)
+        count = (stop - start) // dtype.itemsize
+        x = torch.frombuffer(mapped, dtype=dtype, count=count, offset=start - first)
+        return x.view(shape_in(entry.shape, region))
 
     def close(self) -> None:
         """Closes the file and its map."""
@@ -89,7 +122,7 @@ class MappedFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._map = None  # unmapped once no tensor views it
+        self._map = None
 
     def _read_runs(self, entry: TensorEntry, runs: list[tuple[int, int]], out: Tensor) -> None:
         target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy().data)
@@ -99,11 +132,15 @@ class MappedFile:
             while start < stop:
                 read = os.preadv(self._fd, [target[position : position + stop - start]], start)
                 if read == 0:
-                    raise WeightsError(
-                        f"Read bytes [{first}, {stop}) of {self.path}.",
-                        f"the file ends at byte {start}: it was cut after it was opened",
-                    )
+                    self._refuse_cut(first, stop)
                 start, position = start + read, position + read
+
+    def _refuse_cut(self, start: int, stop: int) -> NoReturn:
+        size = os.fstat(self._fd).st_size
+        raise WeightsError(
+            f"Read bytes [{start}, {stop}) of {self.path}.",
+            f"the file ends at byte {size}: it was cut after it was opened",
+        )
 
     def _forget(self, start: int, stop: int) -> None:
         """Gives the pages back, so that the memory of a rank stays its own share."""

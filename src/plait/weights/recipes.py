@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.errors import WeightsError
 from plait.plan.intervals import Pieces, inside, joined, length, taken
 from plait.weights.regions import Region, along, copy_region, shape_in, with_pieces
-from plait.weights.store import TensorStore
+from plait.weights.store import TensorStore, Viewable
 
 T = TypeVar("T")
 
@@ -48,6 +48,10 @@ class Recipe:
     def read_into(self, store: TensorStore, region: Region, out: Tensor) -> None:
         """Writes a region of the result into `out`, cast to its dtype."""
         raise TypeError(f"{type(self).__name__} is no operation; use one of its subclasses")
+
+    def view(self, store: Viewable, region: Region) -> Tensor | None:
+        """Returns a region as a view of what the store holds, or None where it must be read."""
+        return None
 
     def read(
         self,
@@ -95,6 +99,10 @@ class Source(Recipe):
     def dtype(self, store: TensorStore) -> torch.dtype:
         """Returns the dtype in the store."""
         return store.info(self.key)[1]
+
+    def view(self, store: Viewable, region: Region) -> Tensor | None:
+        """Lets the store view the region."""
+        return store.view(self.key, region)
 
     def read_into(self, store: TensorStore, region: Region, out: Tensor) -> None:
         """Lets the store write the region."""
@@ -202,12 +210,19 @@ class Narrow(Recipe):
 
     def read_into(self, store: TensorStore, region: Region, out: Tensor) -> None:
         """Asks for the region moved by `start`."""
+        self.input.read_into(store, self._moved(region), out)
+
+    def view(self, store: Viewable, region: Region) -> Tensor | None:
+        """Views the region moved by `start`."""
+        return self.input.view(store, self._moved(region))
+
+    def _moved(self, region: Region) -> Region:
         dim = self.dim % len(region)
         pieces: Pieces = ((self.start, self.stop),)
         inner = region[dim]
         if inner is not None:
             pieces = taken(pieces, inner)
-        self.input.read_into(store, with_pieces(region, dim, pieces), out)
+        return with_pieces(region, dim, pieces)
 
 
 @dataclass(frozen=True)
@@ -321,10 +336,10 @@ class Unsqueeze(Recipe):
         return (*shape[: self.dim], 1, *shape[self.dim :])
 
     def read_into(self, store: TensorStore, region: Region, out: Tensor) -> None:
-        """Asks for the region below the new dimension."""
+        """Asks for the region below the new dimension, as often as its one index is wanted."""
         below = (*region[: self.dim], *region[self.dim + 1 :])
-        if out.shape[self.dim]:
-            self.input.read_into(store, below, out.squeeze(self.dim))
+        for i in range(out.shape[self.dim]):
+            self.input.read_into(store, below, out.select(self.dim, i))
 
 
 @dataclass(frozen=True)

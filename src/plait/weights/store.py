@@ -24,3 +24,12 @@ class TensorStore(Protocol):
     def read_into(self, key: str, region: Region, out: Tensor) -> None:
         """Copies a region of one tensor into `out`, cast to its dtype."""
         ...
+
+
+@runtime_checkable
+class Viewable(TensorStore, Protocol):
+    """A store that can give some regions without reading them."""
+
+    def view(self, key: str, region: Region) -> Tensor | None:
+        """A region of one tensor as it lies in the store, or None where it must be copied."""
+        ...
