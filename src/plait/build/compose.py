@@ -1,0 +1,156 @@
+"""The ordered composition: what happens to a module, in which order, and why in that order.
+
+1. Resolve the sizes against the processes. Nothing else makes sense if they do not fit.
+2. Make the mesh: its axes are all that later steps know of the processes.
+3. Resolve the plan and check every style against every parameter: all refusals come before the
+   first change, so a refused module is as it was.
+4. Cut the parameters that rules name. On meta this only notes which slice the reader will read.
+5. Make every other parameter a DTensor that is whole on every rank, so that optimizers and norms
+   meet one kind of parameter.
+6. Put the borders around the forwards.
+7. For a model of transformers, bind what has to know that it is split: generate() and
+   save_pretrained(). Last, since they look at the finished borders.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait import mesh as meshes
+from plait.build.apply import apply
+from plait.build.checks import check
+from plait.build.names import names_of
+from plait.errors import LayoutError, PlanError
+from plait.hf.adapt import adapt, is_transformers_model
+from plait.hf.plans import missing_rules
+from plait.layout import DistributedConfig, ParallelismConfig
+from plait.plan import Plan, resolve
+from plait.run import environment, process_group
+from plait.state import STATE, ParallelState, state_of
+from plait.styles import ALL_PARALLEL_STYLES
+
+TpPlan = Mapping[str, str] | Literal["auto"] | None
+
+
+def parallelize(
+    module: nn.Module,
+    config: ParallelismConfig | None = None,
+    tp_plan: TpPlan = None,
+    *,
+    device_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Split a module over the ranks, in place.
+
+    Args:
+        module: Any module, with the same weights in memory on every rank, or on the meta device.
+        config: The parallel sizes. Default: tensor parallel over all processes.
+        tp_plan: Rules, name pattern → style name, which replace or join the module's own (a
+            `_tp_plan`, as models of transformers have). None or `"auto"`: the module's own, or
+            those of `config`. `{}`: no rule.
+        device_mesh: A mesh to use instead of building one: one axis, or one that has an axis named
+            `tp`. The sizes in `config` are then not looked at.
+
+    Returns:
+        The module itself. Its parameters are DTensors on the axis `tp`, under the same names.
+        With one process, or all sizes 1, it is returned as it came.
+
+    Raises:
+        LayoutError: The sizes do not fit the processes, heads do not divide, or the module has been
+            split before. Nothing has been changed.
+        PlanError: The plan cannot be applied; every problem is listed. Nothing has been changed.
+
+    Comm:
+        None, except that the first call of a process makes the groups of the mesh.
+    """
+    if state_of(module) is not None:
+        raise LayoutError(
+            f"parallelize({type(module).__name__}):",
+            "it has been split already",
+            "make a new module, or give all sizes in one call",
+        )
+    config = config if config is not None else _default_config(device_mesh)
+    mesh = device_mesh if device_mesh is not None else mesh_for(config)
+    if mesh is None:
+        return module
+    tp_mesh = tp_axis(mesh)
+    chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
+    plan = plan_for(module, chosen, tp_mesh.size())
+    check(module, plan, tp_mesh)
+    layouts = apply(module, plan, tp_mesh)
+    module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
+    module.__dict__["_tp_size"] = tp_mesh.size()
+    module.__dict__["_tp_plan"] = plan.rules
+    if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these
+        module.__dict__["tp_plan"] = plan.rules
+        module.__dict__["tp_size"] = tp_mesh.size()
+    if is_transformers_model(module):
+        adapt(module, module.__dict__[STATE])
+    return module
+
+
+def mesh_for(config: ParallelismConfig, device_type: str | None = None) -> DeviceMesh | None:
+    """The mesh for `config` over the processes that there are, or None for a single process.
+
+    Raises:
+        LayoutError: The sizes do not fit the number of processes.
+    """
+    world = environment.world()
+    layout = config.resolve(world.num_processes)
+    if layout.is_single:
+        return None
+    device = process_group.ensure(device_type)
+    return meshes.build(layout, device.type)
+
+
+def tp_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The tensor-parallel axis of `mesh`: the one named `tp`, or its only one."""
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        return meshes.axis(mesh, "tp") if mesh.ndim > 1 else mesh
+    if mesh.ndim == 1:
+        return mesh
+    raise LayoutError(
+        f"device_mesh with the axes {names or mesh.shape}:",
+        "none of them is named 'tp'",
+        ["name it: init_device_mesh(…, mesh_dim_names=(…, 'tp'))", "pass mesh['your_axis']"],
+    )
+
+
+def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> Plan:
+    """The plan that `parallelize` would apply.
+
+    Args:
+        module: The module, on any device.
+        tp_plan: As for `parallelize`.
+        num_ranks: Ranks to split over.
+
+    Raises:
+        PlanError: It cannot be resolved, or there are no rules at all.
+    """
+    names = names_of(module)
+    own = dict(getattr(module, "_tp_plan", None) or {})
+    own = {**missing_rules(module, num_ranks), **own} if own else own
+    if isinstance(tp_plan, str) and tp_plan != "auto":
+        raise PlanError(
+            f"tp_plan={tp_plan!r}:", "it is neither 'auto' nor a dict", "tp_plan='auto'"
+        )
+    rules = None if tp_plan is None or isinstance(tp_plan, str) else tp_plan
+    if rules is None and not own:
+        raise PlanError(
+            f"Tensor parallelism for {names.model}:",
+            "it ships no plan, and none was given",
+            [
+                "tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'} with its own names",
+                "tp_size=1",
+            ],
+        )
+    return resolve(names, own, rules, list(ALL_PARALLEL_STYLES))
+
+
+def _default_config(device_mesh: DeviceMesh | None) -> ParallelismConfig:
+    if device_mesh is not None:
+        return DistributedConfig(tp_size=tp_axis(device_mesh).size())
+    world = environment.world()
+    return DistributedConfig(tp_size=world.world_size if world.launched else 1)
