@@ -239,3 +239,13 @@ def test_a_saved_model_is_read_by_plain_transformers(name: str, tmp_path: Path) 
         assert stored == set(file.keys()), "the names are those of the file it came from"
     with pytest.raises(plait.WeightsError, match="state_dict"):
         split.save_pretrained(tmp_path / "other", state_dict={"a": torch.zeros(1)})
+
+
+@pytest.mark.ranks(2)
+def test_saving_keeps_a_head_that_is_tied_in_name_only(tmp_path: Path) -> None:
+    model = add_noise(tiny.model("gemma3_text", dtype=torch.float32))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    head = model.lm_head.weight.detach().clone()
+    plait.parallelize(model).save_pretrained(tmp_path)
+    again = plait.AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config())
+    assert torch.equal(plait.full_state_dict(again)["lm_head.weight"], head)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from plait.hf.conversion_steps import Group
 from plait.weights.checkpoint import Checkpoint
@@ -112,8 +111,7 @@ def saved_names(model: nn.Module) -> tuple[str, ...]:
     """Returns the parameters and buffers that a checkpoint of the model holds, tied ones once.
 
     Of tied names the one is kept that the model's class ties the others to. Names that the config
-    ties but that hold tensors of their own are all kept, as transformers does; of a model split
-    over ranks, where tied names may be split in two ways, only the first is.
+    ties but that hold tensors of their own are all kept, as transformers does.
 
     Args:
         model: The model.
@@ -125,7 +123,7 @@ def saved_names(model: nn.Module) -> tuple[str, ...]:
     for name in _state(model):
         source = tied.get(name)
         x, y = tensors.get(name), tensors.get(source or "")
-        follows = x is not None and y is not None and (x is y or isinstance(x, DTensor))
+        follows = x is not None and x is y
         if name not in skipped and not follows:
             names.append(name)
     return tuple(names)

@@ -7,7 +7,7 @@ from typing import Any
 
 from plait import comm
 from plait.errors import WeightsError
-from plait.hf.conversion import revert
+from plait.hf.conversion import revert, saved_names
 from plait.run import progress
 from plait.state import ParallelState, state_of
 from plait.weights import ModuleStore, save, together
@@ -73,11 +73,8 @@ def _save(
     variant: str | None,
     original: bool,
 ) -> None:
-    skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    store = ModuleStore(model, state.layouts, state.tp_mesh)
-    names = [name for name in store.keys() if name not in skip]  # noqa: SIM118
-    if skip:
-        store = ModuleStore(model, state.layouts, state.tp_mesh, names)
+    names = saved_names(model)
+    store = ModuleStore(model, state.layouts, state.tp_mesh, names)
     recipes = revert(model, names, store, None if original else [])
     report = save(store, recipes, directory, max_shard_size=max_shard_size, variant=variant)
     progress.report(f"{directory.name}: {report}")
