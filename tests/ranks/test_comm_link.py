@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from plait import comm
 from plait.comm.group import group_of, open_groups, transport_of
-from plait.comm.link import meeting, segment
+from plait.comm.link import segment
+from plait.errors import RankError
 from plait.testing import mutation, run_ranks
 
 
@@ -42,7 +43,7 @@ def _groups_come_and_go(directory):
     dist.destroy_process_group()
     before = set(os.listdir("/dev/shm"))
     kept = []
-    for turn in range(30):
+    for turn in range(12):
         store = dist.FileStore(os.path.join(directory, f"{turn // 2}"), world_size)
         store = dist.PrefixStore(str(turn), store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -55,9 +56,7 @@ def _groups_come_and_go(directory):
         # Another mesh of the same process group shares its link.
         assert transport_of(group_of(halves["tp"])) is transport_of(group_of(halves["tp"]))
         assert num_maps() <= 2
-        assert (
-            set(os.listdir("/dev/shm")) <= before
-        )  # from the first moment on, not only at the end
+        assert set(os.listdir("/dev/shm")) <= before  # no name to leave behind, even if killed now
         dist.destroy_process_group()
     assert open_groups() == []
     gc.collect()
@@ -79,10 +78,10 @@ def test_the_memory_is_small(world_size):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_random_collectives_at_random_moments(rank, world_size):
-    """Thousands of collectives of random kinds and sizes, the ranks never in the same phase."""
+    """Hundreds of collectives of random kinds and sizes, the ranks never in the same phase."""
     mesh = one_axis(world_size)
     shared, own = random.Random(1), random.Random(100 + rank)
-    for _ in range(1500):
+    for _ in range(500):
         kind = shared.randrange(6)
         shape = (shared.choice([0, 1, 3, 4]), shared.choice([1, 2, 17, 257]))
         dim = shared.randrange(2)
@@ -126,11 +125,7 @@ def test_waiting_is_what_keeps_ranks_apart(rank, world_size):
     def no_wait(peer, step, header):
         return None
 
-    with (
-        mutation.patched(meeting, "ALARM", segment.MESSAGE - 1),
-        mutation.patched(meeting_of, "_mismatch", lambda parity: AssertionError("mismatch")),
-        mutation.must_fail(meeting_of, "_wait", no_wait),
-    ):
+    with mutation.must_fail(meeting_of, "_wait", no_wait):
         for turn in range(50):
             if rank == turn % 2:
                 time.sleep(0.002)
@@ -192,6 +187,6 @@ def test_interrupted_wait(rank, world_size):
             comm.all_reduce(torch.ones(3), mesh)
     else:
         time.sleep(0.3)
-        with pytest.raises(comm.group.RankError, match="rank 0 was interrupted in all_reduce"):
+        with pytest.raises(RankError, match="rank 0 was interrupted in all_reduce"):
             comm.all_reduce(torch.ones(3), mesh)
     assert comm.exchange(rank, mesh) == list(range(world_size))

@@ -1,6 +1,7 @@
 """Collectives without autograd: values, shapes, dtypes, on the link and through torch."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait import comm
 from plait.comm.group import group_of, transport_of
+from plait.comm.link import collectives
 from plait.testing import mutation
 
 DTYPES = [
@@ -104,29 +106,44 @@ def test_larger_than_a_slot(rank, world_size):
     mesh = one_axis(world_size)
     num = 1_000_003  # 4 MB and a bit: many chunks, the last one ragged
 
-    def check():
-        x = torch.arange(num, dtype=torch.int32) % 1000 + rank
-        total = (torch.arange(num, dtype=torch.int32) % 1000) * world_size
-        total += sum(range(world_size))
-        assert torch.equal(comm.all_reduce(x, mesh), total)
-        assert torch.equal(comm.all_reduce_(x.clone(), mesh), total)
-        sizes = (num - 11 * (world_size - 1), *[11] * (world_size - 1))
-        for shape, dim in (((num,), 0), ((1, num), 1)):
-            piece = comm.reduce_scatter(x.view(shape), mesh, dim, sizes)
-            assert torch.equal(piece, total.view(shape).split(sizes, dim)[rank])
-            assert torch.equal(comm.all_gather(piece, mesh, dim), total.view(shape))
-        columns = comm.all_gather(x.view(-1, 1), mesh, 1)
-        assert torch.equal(columns.sum(1), total)
-        assert torch.equal(comm.broadcast(x, mesh), x - rank)
-        message = [rank] * 800_000
-        assert comm.exchange(message, mesh) == [[r] * 800_000 for r in range(world_size)]
+    x = torch.arange(num, dtype=torch.int32) % 1000 + rank
+    total = (torch.arange(num, dtype=torch.int32) % 1000) * world_size
+    total += sum(range(world_size))
+    assert torch.equal(comm.all_reduce(x, mesh), total)
+    assert torch.equal(comm.all_reduce_(x.clone(), mesh), total)
+    sizes = (num - 11 * (world_size - 1), *[11] * (world_size - 1))
+    for shape, dim in (((num,), 0), ((1, num), 1)):
+        piece = comm.reduce_scatter(x.view(shape), mesh, dim, sizes)
+        assert torch.equal(piece, total.view(shape).split(sizes, dim)[rank])
+        assert torch.equal(comm.all_gather(piece, mesh, dim), total.view(shape))
+    columns = comm.all_gather(x.view(-1, 1), mesh, 1)
+    assert torch.equal(columns.sum(1), total)
+    assert torch.equal(comm.broadcast(x, mesh), x - rank)
+    message = [rank] * 800_000
+    assert comm.exchange(message, mesh) == [[r] * 800_000 for r in range(world_size)]
 
-    check()
-    # Mutation: without the wait between adding up one's share and reading the others'.
-    if world_size == 2:
-        meeting = transport_of(group_of(mesh)).meeting
-        with mutation.must_fail(meeting, "step", lambda header: None):
-            check()
+
+@pytest.mark.ranks(2)
+def test_sums_are_awaited(rank, world_size):
+    """Mutation: without the second step's wait a rank reads sums that are not there yet."""
+    mesh = one_axis(world_size)
+    comm.exchange(0, mesh)
+    real = collectives._reduce
+
+    def slow(terms, op, out):
+        time.sleep(0.05 * rank)
+        return real(terms, op, out)
+
+    def check(value):
+        x = torch.full((100_000,), value)
+        assert comm.all_reduce(x, mesh).eq(2 * value).all()
+
+    with mutation.patched(collectives, "_reduce", slow):
+        check(1.0)
+        with mutation.must_fail(transport_of(group_of(mesh)).meeting, "step", lambda header: None):
+            check(2.0)
+        dist.barrier()
+        check(3.0)
 
 
 @pytest.mark.ranks(4)

@@ -7,7 +7,7 @@ are the same on every rank and in every run.
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Any
 
@@ -19,7 +19,8 @@ from plait.comm.link.meeting import Meeting
 from plait.comm.transport import Op, Transport
 from plait.errors import RankError
 
-ONE_STEP_BYTES = 64 << 10
+ONE_STEP_BYTES = 128 << 10
+_ALIGN = 16  # elements; shares begin on a cache line
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _MAX_PLANS = 512
 
@@ -82,31 +83,44 @@ class Link:
     def _all_reduce_large(self, x: Tensor, op: Op, out: Tensor | None, head: Header) -> Tensor:
         result = out if out is not None and out.is_contiguous() else _empty_like(x)
         source, target = x.reshape(-1), result.view(-1)
-        capacity = self.meeting.segment.slot_bytes // x.element_size()
+        # A slot holds the peers' shares of a chunk, not the rank's own.
+        slot = self.meeting.segment.slot_bytes // x.element_size()
         num_elements = source.numel()
-        for start in range(0, num_elements, capacity):
-            length = min(capacity, num_elements - start)
-            share = ceil(length / self.size)
-            bounds = [min(r * share, length) for r in range(self.size + 1)]
-            mine = slice(bounds[self.rank], bounds[self.rank + 1])
-            given, target_part = source[start : start + length], target[start : start + length]
+        num_chunks = ceil(num_elements / (slot // (self.size - 1) // _ALIGN * _ALIGN * self.size))
+        for start, length in _even_chunks(num_elements, num_chunks):
+            share = ceil(length / self.size / _ALIGN) * _ALIGN
+            given = source[start : start + length].split(share)
+            taken = target[start : start + length].split(share)
             slots = self._slots(x.dtype)
-            for r in range(self.size):
+            for r, part in enumerate(given):
                 if r != self.rank:
-                    part = slice(bounds[r], bounds[r + 1])
-                    slots[self.rank][part].copy_(given[part])
+                    self._section(slots, self.rank, r, share, part.numel()).copy_(part)
             self._advance(head, first=start == 0)
-            terms = [given[mine] if r == self.rank else slots[r][mine] for r in range(self.size)]
             sums = self._slots(x.dtype)
-            target_part[mine] = _reduce(terms, op, sums[self.rank][mine])
+            if self.rank < len(given):
+                part = given[self.rank]
+                terms = [
+                    part
+                    if r == self.rank
+                    else self._section(slots, r, self.rank, share, part.numel())
+                    for r in range(self.size)
+                ]
+                mine = sums[self.rank][: part.numel()]
+                taken[self.rank].copy_(_reduce(terms, op, mine))
             self.meeting.step(head)
-            for r in range(self.size):
+            for r, part in enumerate(taken):
                 if r != self.rank:
-                    part = slice(bounds[r], bounds[r + 1])
-                    target_part[part].copy_(sums[r][part])
+                    part.copy_(sums[r][: part.numel()])
         if out is None or result is out:
             return result
         return out.copy_(result)
+
+    def _section(
+        self, slots: list[Tensor], sender: int, receiver: int, share: int, length: int
+    ) -> Tensor:
+        """Where in its slot a sender puts what one receiver adds up."""
+        at = (receiver if receiver < sender else receiver - 1) * share
+        return slots[sender][at : at + length]
 
     def all_gather(
         self, x: Tensor, dim: int, sizes: tuple[int, ...] | None
@@ -298,6 +312,13 @@ def _reduce(terms: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor:
     for term in terms[1:]:
         wide.add_(term)
     return wide.to(terms[0].dtype) if out is None else out.copy_(wide)
+
+
+def _even_chunks(num_elements: int, num_chunks: int) -> Iterator[tuple[int, int]]:
+    """Start and length of chunks of about the same length."""
+    length = ceil(num_elements / num_chunks)
+    for start in range(0, num_elements, length):
+        yield start, min(length, num_elements - start)
 
 
 def _empty_like(x: Tensor) -> Tensor:
