@@ -16,17 +16,25 @@ from torch.distributed.tensor.parallel import (
 )
 
 
-def llama_config(layers: int, hidden: int, vocab: int, mlp: int | None = None) -> Any:
-    """Llama with 16 query and 4 KV heads that never stops by itself."""
+def llama_config(layers: int, hidden: int, vocab: int, parts: int = 1) -> Any:
+    """Llama with 16 query and 4 KV heads that never stops by itself.
+
+    Args:
+        layers: Number of layers.
+        hidden: Hidden size; the MLP is 2.75 times as wide.
+        vocab: Size of the vocabulary.
+        parts: Divides the heads, the MLP and the vocabulary: what one of so many ranks computes.
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
-        intermediate_size=mlp or hidden * 11 // 4,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=vocab,
+        intermediate_size=hidden * 11 // 4 // parts,
+        num_attention_heads=16 // parts,
+        num_key_value_heads=4 // parts,
+        head_dim=hidden // 16,
+        vocab_size=vocab // parts,
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=None,
@@ -90,6 +98,11 @@ def torch_tp(path: str, logits: str = "whole") -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)  # type: ignore[arg-type]
 
 
+def floor(path: str) -> nn.Module:
+    """What a rank computes at least: a whole model of a rank's sizes; no rank talks to another."""
+    return one_process(f"{path}/floor")
+
+
 def parameter_bytes(model: nn.Module) -> int:
     """Bytes of the parameters that this rank holds."""
     local = (getattr(p, "_local_tensor", p) for p in model.parameters())
@@ -101,4 +114,5 @@ READERS: dict[str, Callable[..., nn.Module]] = {
     "plait": plait_tp,
     "transformers": transformers_tp,
     "torch": torch_tp,
+    "floor": floor,
 }

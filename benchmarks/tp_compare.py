@@ -66,6 +66,7 @@ COLUMNS = (
     Column("transformers", "transformers"),
     Column("torch `parallelize_module`", "torch"),
     Column("torch with `loss_parallel`", "torch", loss_parallel=True, phases=("train",)),
+    Column("floor: no communication", "floor"),
     Column("one process, 2 threads", "one", threads=2),
 )
 
@@ -80,7 +81,7 @@ class Subject:
         self.sizes, self.split_logits = sizes, split_logits
         generator = torch.Generator().manual_seed(1)
         shape = (2, sizes.sequence // 2) if training else (1, sizes.sequence)
-        self.ids = torch.randint(sizes.vocab, shape, generator=generator)
+        self.ids = torch.randint(self.model.config.vocab_size, shape, generator=generator)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4) if training else None
         trim()
 
@@ -232,13 +233,13 @@ def _measure_phase(phase: str, groups: dict[str, Ranks], rounds: int, results: R
     for _ in range(2):
         results_of = {r: groups[r].ask("result", phase, c) for r, c in firsts.items()}
         for reader, answers in results_of.items():
-            for rank, found in enumerate(answers):
+            for rank, found in enumerate(answers if reader != "floor" else []):
                 _check(f"{phase}: {reader}, rank {rank}", found, results_of["one"][0], phase)
     talks = results.collectives[phase] = {}
     samples = results.samples[phase] = {c.title: [] for c in columns}
     for column in columns:
         group = groups[column.reader]
-        if column.reader != "one":
+        if column.reader not in ("one", "floor"):
             talks[column.title] = group.ask("collectives", phase, column)[0]
         if phase == "train" and column.threads == 1:
             group.ask("time", phase, column)  # the optimizer's state is there from now on
@@ -309,6 +310,14 @@ def _talks(talks: dict[str, list[tuple[float, float]]], part: int) -> dict[str, 
     return {name: f"{t[part][0]:g}, {t[part][1] / 1e6:.1f}" for name, t in talks.items()}
 
 
+def write_models(path: str, sizes: Sizes, ranks: int) -> None:
+    """The checkpoint of all contenders, and that of the floor inside it."""
+    whole = llama_config(sizes.layers, sizes.hidden, sizes.vocab)
+    part = llama_config(sizes.layers, sizes.hidden, sizes.vocab, parts=ranks)
+    write_checkpoint(Path(path), whole, torch.float32)
+    write_checkpoint(Path(path, "floor"), part, torch.float32)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -324,9 +333,7 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_OFFLINE="1")
     sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
     with tempfile.TemporaryDirectory(prefix="benchmark-model-") as path:
-        write_checkpoint(
-            Path(path), llama_config(sizes.layers, sizes.hidden, sizes.vocab), torch.float32
-        )
+        write_models(path, sizes, args.ranks)
         results = measure(path, sizes, args.only, args.readers, args.rounds, args.ranks)
     text = json.dumps({"sizes": asdict(sizes), "ranks": args.ranks, **asdict(results)}, indent=1)
     if args.json == "-":
