@@ -68,7 +68,9 @@ def test_a_cache_is_continued(rank, world_size):
     ids = prompt(1)["input_ids"]
     expected = whole.generate(ids, max_new_tokens=12)
     first = model.generate(ids, max_new_tokens=5, return_dict_in_generate=True)
-    second = model.generate(first.sequences, max_new_tokens=7, past_key_values=first.past_key_values)
+    second = model.generate(
+        first.sequences, max_new_tokens=7, past_key_values=first.past_key_values
+    )
     assert torch.equal(second, expected)
 
 
