@@ -34,8 +34,10 @@ PHASES = {
     "decode": "decode, per token, forward steps",
     "generate": "decode, per token, `generate()`",
     "train": "training step 2 × {half}",
+    "fused": "the same with `AdamW(fused=True)`",
 }
-REPEATS = {"forward": 2, "prefill": 2, "decode": 1, "generate": 1, "train": 1}
+TRAINING = ("train", "fused")
+REPEATS = {"forward": 2, "prefill": 2}
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,13 @@ class Column:
     phases: tuple[str, ...] = tuple(PHASES)
 
 
+# The peers leave some parameters plain tensors, and a fused optimizer refuses the mixture.
+NOT_FUSED = tuple(phase for phase in PHASES if phase != "fused")
 BASE = Column("one process", "one")
 COLUMNS = (
     Column("plait", "plait"),
-    Column("transformers", "transformers"),
-    Column("torch `parallelize_module`", "torch"),
+    Column("transformers", "transformers", phases=NOT_FUSED),
+    Column("torch `parallelize_module`", "torch", phases=NOT_FUSED),
     Column("torch with `loss_parallel`", "torch", loss_parallel=True, phases=("train",)),
     Column("floor: no communication", "floor"),
     Column("one process, 2 threads", "one", threads=2),
@@ -82,7 +86,7 @@ class Subject:
         generator = torch.Generator().manual_seed(1)
         shape = (2, sizes.sequence // 2) if training else (1, sizes.sequence)
         self.ids = torch.randint(self.model.config.vocab_size, shape, generator=generator)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4) if training else None
+        self.optimizer: torch.optim.Optimizer | None = None
         trim()
 
     def time(self, phase: str, column: Column) -> Sample:
@@ -90,7 +94,7 @@ class Subject:
         torch.set_num_threads(column.threads)
         with self._mode(phase):
             work = getattr(self, phase)(column)
-            sample = timed(work, REPEATS[phase])
+            sample = timed(work, REPEATS.get(phase, 1))
         torch.set_num_threads(1)
         per = self._per(phase)
         return Sample(sample.cpu_s / per, sample.wall_s / per)
@@ -128,7 +132,7 @@ class Subject:
 
     @contextmanager
     def _mode(self, phase: str) -> Iterator[None]:
-        with nullcontext() if phase == "train" else torch.no_grad():
+        with nullcontext() if phase in TRAINING else torch.no_grad():
             yield
 
     # ---- the phases: each prepares, and returns what is timed ---------------------------------
@@ -163,9 +167,17 @@ class Subject:
 
     def train(self, column: Column) -> Callable[[], Any]:
         """Forward, loss, backward, optimizer step."""
+        return self._training_step(column, fused=None)
+
+    def fused(self, column: Column) -> Callable[[], Any]:
+        """The same with one kernel for the whole optimizer."""
+        return self._training_step(column, fused=True)
+
+    def _training_step(self, column: Column, fused: bool | None) -> Callable[[], Any]:
         from torch.distributed.tensor.parallel import loss_parallel
 
-        assert self.optimizer is not None
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
         optimizer = self.optimizer
 
         def step() -> float:
@@ -198,27 +210,25 @@ class Results:
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     collectives: dict[str, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
-    peak_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     parameter_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def measure(
     path: str, sizes: Sizes, phases: list[str], readers: list[str], rounds: int, ranks: int
 ) -> Results:
-    """Phases without gradients share their processes; training has new ones, for its memory."""
+    """Phases without gradients share their processes; each training phase has new ones."""
     results = Results()
-    for training in (False, True):
-        now = [p for p in phases if (p == "train") is training]
-        if not now:
-            continue
+    stages = [[p for p in phases if p not in TRAINING], *([p] for p in phases if p in TRAINING)]
+    for stage in filter(None, stages):
+        needed = {c.reader for c in (BASE, *COLUMNS) if set(c.phases) & set(stage)}
         with ExitStack() as stack:
-            groups = {
-                reader: stack.enter_context(
-                    Ranks(1 if reader == "one" else ranks, Subject, reader, path, sizes, training)
-                )
-                for reader in readers
-            }
-            for phase in now:
+            groups = {}
+            for reader in (r for r in readers if r in needed):
+                size = 1 if reader == BASE.reader else ranks
+                group = Ranks(size, Subject, reader, path, sizes, stage[0] in TRAINING)
+                groups[reader] = stack.enter_context(group)
+            for phase in stage:
                 _measure_phase(phase, groups, rounds, results)
             for reader, group in groups.items():
                 results.parameter_bytes[reader] = max(group.ask("parameter_bytes"))
@@ -236,14 +246,15 @@ def _measure_phase(phase: str, groups: dict[str, Ranks], rounds: int, results: R
             for rank, found in enumerate(answers if reader != "floor" else []):
                 _check(f"{phase}: {reader}, rank {rank}", found, results_of["one"][0], phase)
     talks = results.collectives[phase] = {}
+    peaks = results.peak_bytes[phase] = {}
     samples = results.samples[phase] = {c.title: [] for c in columns}
     for column in columns:
         group = groups[column.reader]
         if column.reader not in ("one", "floor"):
             talks[column.title] = group.ask("collectives", phase, column)[0]
-        if phase == "train" and column.threads == 1:
+        if phase in TRAINING and column.threads == 1:
             group.ask("time", phase, column)  # the optimizer's state is there from now on
-            results.peak_bytes[column.title] = max(group.ask("peak_bytes", phase, column))
+            peaks[column.title] = max(group.ask("peak_bytes", phase, column))
     for number in range(rounds):
         print(f"{phase}: round {number + 1} of {rounds}", file=sys.stderr)
         for column in columns:
@@ -277,11 +288,11 @@ def report(results: Results, sizes: Sizes, ranks: int) -> str:
             ),
             _row("… collectives forward: calls, MB", _talks(talks, 0)),
         ]
-        if phase == "train":
+        if phase in TRAINING:
             rows.append(_row("… collectives forward + backward: calls, MB", _talks(talks, 1)))
-    if results.peak_bytes:
-        peaks = {name: f"{peak / 1e6:.0f}" for name, peak in results.peak_bytes.items()}
-        rows.append(_row(f"… peak memory, MB per rank (one process: {peaks[BASE.title]})", peaks))
+            peaks = {name: f"{peak / 1e6:.0f}" for name, peak in results.peak_bytes[phase].items()}
+            title = f"… peak memory, MB per rank (one process: {peaks[BASE.title]})"
+            rows.append(_row(title, peaks))
     return table([f"{ranks} ranks, median (min–max)", *(c.title for c in COLUMNS)], rows)
 
 
