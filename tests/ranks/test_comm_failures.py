@@ -174,6 +174,7 @@ def test_announced_failure(rank, world_size):
     mesh = one_axis()
     comm.exchange(0, mesh)
     for turn in range(2):
+        time.sleep(0.3)  # all have left the exchange: an announcement would be heard in it too
         if rank == 1:
             time.sleep(0.3 * turn)  # the others wait already, or come later
             comm.announce_failure(mesh, "the disk is full")
