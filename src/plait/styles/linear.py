@@ -250,7 +250,7 @@ def to_replicate(x: torch.Tensor, layout: Placement, mesh: DeviceMesh) -> torch.
     """
     if isinstance(x, DTensor):
         whole: torch.Tensor = x.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()])
+        return whole.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
     if isinstance(layout, Shard):
         return gather_copy(x, mesh, dim=layout.dim)
     if isinstance(layout, Partial):
