@@ -18,6 +18,7 @@ from plait.plan.intervals import ParamLayout, even, packed, whole
 from plait.weights.module_store import in_order
 
 STATE = "_plait"
+LAYOUT = "_plait_layout"  # on a parameter whose placement does not say where its pieces belong
 
 
 @dataclass(frozen=True)
@@ -165,20 +166,23 @@ def held_fraction(module: nn.Module) -> float:
 
 def _whole_tensors(
     module: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Any],
     pick: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     state = state_of(module)
     done: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            x = pick(tensor)
-            if x is None:
+            x = pick(tensor) if isinstance(tensor, torch.Tensor) else None
+            if x is None:  # no gradient, or extra state that is no tensor
                 continue
             if id(tensor) not in done:
                 if isinstance(x, DTensor):
-                    if state is not None and name in state.layouts:
-                        x = gather_whole(x.to_local(), state.layouts[name], state.tp_mesh)
+                    layout = tensor.__dict__.get(LAYOUT)
+                    if layout is None and state is not None:
+                        layout = state.layouts.get(name)
+                    if layout is not None and x.device_mesh.ndim == 1:
+                        x = gather_whole(x.to_local(), layout, x.device_mesh)
                     else:
                         x = x.full_tensor()
                 done[id(tensor)] = x.detach().cpu().clone()

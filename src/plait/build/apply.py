@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from plait.errors import PlanError
 from plait.plan import Entry, Plan
 from plait.plan.intervals import ParamLayout
-from plait.state import layout_of
+from plait.state import LAYOUT, layout_of
 from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
 from plait.styles.containers import style_of_rest
+from plait.styles.layer import border_of
 from plait.styles.params import replicate
 
 
@@ -22,16 +23,36 @@ def apply(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLay
 
     Returns:
         Parameter name → which index ranges each rank holds.
+
+    Raises:
+        PlanError: A style of the user's cuts a tied weight in two ways, or a parameter that no
+            forward would see as cut. The module is as it was.
     """
     modules = dict(module.named_modules())
+    before = [(part, dict(part._parameters), dict(part.__dict__)) for part in modules.values()]
+    try:
+        return _apply(modules, plan, mesh)
+    except BaseException:
+        for part, params, attributes in before:
+            part._parameters.update(params)
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+        raise
+
+
+def _apply(modules: dict[str, nn.Module], plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLayout]:
     cut = _Cutter(mesh)
     by_module: dict[str, TensorParallelLayer] = {}
+    single: list[tuple[Entry, TensorParallelLayer, nn.Module, str]] = []
     for entry, style, part, params in work(modules, plan):
         owner = entry.name if entry.kind == "module" else entry.name.rpartition(".")[0]
         for name in params:
             cut(style, part, name, f"{owner}.{name}" if owner else name)
         if entry.kind == "module":
             by_module[entry.name] = style
+        else:
+            single.append((entry, style, part, params[0]))
+    _refuse_unseen(single, cut.layouts, plan)
     for owner, part in modules.items():
         for name in list(part._parameters):
             if not isinstance(part._parameters[name], DTensor):
@@ -40,7 +61,37 @@ def apply(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLay
         rest = by_module.get(owner) or style_of_rest(part, owner, modules, by_module)
         if rest is not None:
             rest.install_forward(part, mesh)
+    for _, style, part, name in single:
+        if name in style.param_grads(part) and "_plait_border" in part.__dict__:
+            border_of(part).grads[name] = style.param_grads(part)[name]
     return cut.layouts
+
+
+def _refuse_unseen(
+    single: list[tuple[Entry, TensorParallelLayer, nn.Module, str]],
+    layouts: Mapping[str, ParamLayout],
+    plan: Plan,
+) -> None:
+    """Refuse a parameter that is cut by itself while its module knows nothing of it."""
+    styled = {e.name: e.style for e in plan.entries if e.kind == "module"}
+    problems = []
+    for entry, _, part, _ in single:
+        owner = entry.name.rpartition(".")[0]
+        cut = entry.name in layouts and layouts[entry.name].dim is not None
+        if cut and styled.get(owner, "replicate") == "replicate":
+            problems.append(
+                f"rule {entry.rule!r} cuts a parameter of {owner!r} ({type(part).__name__}), "
+                "whose forward no rule adapts"
+            )
+    if problems:
+        raise PlanError(
+            "The plan cannot be applied:",
+            list(dict.fromkeys(problems)),
+            [
+                "give the module 'local_params' if its forward is right on a slice",
+                "give it a style of its own, or the parameter 'replicate'",
+            ],
+        )
 
 
 def work(
@@ -77,6 +128,8 @@ class _Cutter:
         after = part._parameters[name]
         if isinstance(after, DTensor):
             self.layouts[full] = layout or layout_of(after, self.mesh.size(), full)
+            if layout is not None:
+                after.__dict__[LAYOUT] = layout
 
     def leave_whole(self, part: nn.Module, name: str, full: str) -> None:
         before = part._parameters.get(name)

@@ -7,7 +7,8 @@
 4. Cut the parameters that rules name. On meta this only notes which slice the reader will read.
 5. Make every other parameter a DTensor that is whole on every rank, so that optimizers and norms
    meet one kind of parameter.
-6. Put the borders around the forwards.
+6. Put the borders around the forwards, and around the whole, which tells the other ranks of a
+   failure.
 7. For a model of transformers, bind what has to know that it is split: generate() and
    save_pretrained(). Last, since they look at the finished borders.
 """
@@ -22,13 +23,14 @@ from plait import mesh as meshes
 from plait.build.apply import apply
 from plait.build.checks import check
 from plait.build.names import names_of
+from plait.build.root import install_root
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.hf.plans import missing_rules
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan, resolve
 from plait.run import environment, process_group
-from plait.state import STATE, ParallelState, state_of
+from plait.state import STATE, ParallelState
 from plait.styles import ALL_PARALLEL_STYLES
 
 TpPlan = Mapping[str, str] | Literal["auto"] | None
@@ -64,11 +66,12 @@ def parallelize(
     Comm:
         None, except that the first call of a process makes the groups of the mesh.
     """
-    if state_of(module) is not None:
+    split = [n or "the module itself" for n, p in module.named_modules() if is_split(p)]
+    if split:
         raise LayoutError(
             f"parallelize({type(module).__name__}):",
-            "it has been split already",
-            "make a new module, or give all sizes in one call",
+            f"{split[0]} has been split already",
+            ["make a new module", "split the whole in one call, with the rules for its parts"],
         )
     config = config if config is not None else _default_config(device_mesh)
     mesh = device_mesh if device_mesh is not None else mesh_for(config)
@@ -80,6 +83,7 @@ def parallelize(
     check(module, plan, tp_mesh)
     layouts = apply(module, plan, tp_mesh)
     module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
+    install_root(module)
     module.__dict__["_tp_size"] = tp_mesh.size()
     module.__dict__["_tp_plan"] = plan.rules
     if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these
@@ -88,6 +92,11 @@ def parallelize(
     if is_transformers_model(module):
         adapt(module, module.__dict__[STATE])
     return module
+
+
+def is_split(part: nn.Module) -> bool:
+    """Whether `parallelize` has been at one module of a tree."""
+    return STATE in part.__dict__ or "_plait_border" in part.__dict__
 
 
 def mesh_for(config: ParallelismConfig, device_type: str | None = None) -> DeviceMesh | None:

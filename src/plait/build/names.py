@@ -22,13 +22,18 @@ def names_of(module: nn.Module) -> ModelNames:
     prefix = getattr(module, "base_model_prefix", "") or ""
     has_base = bool(prefix) and isinstance(getattr(module, prefix, None), nn.Module)
     return ModelNames(
-        modules={
-            name: "Embedding" if isinstance(part, nn.Embedding) else type(part).__name__
-            for name, part in module.named_modules()
-        },
+        modules={name: _kind(part) for name, part in module.named_modules()},
         params=params,
         owners=owners,
         tied=tied,
         base_prefix=prefix if has_base else "",
         model=type(module).__name__,
     )
+
+
+def _kind(part: nn.Module) -> str:
+    """The class of a module by name; subclasses of the two that styles know count as these."""
+    for known in (nn.Embedding, nn.Linear):
+        if isinstance(part, known):
+            return known.__name__
+    return type(part).__name__

@@ -1,13 +1,14 @@
 """What a transformers model needs beside its split layers: generate() and save_pretrained()."""
 
 import sys
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from plait.hf import generation, saving
-from plait.state import ParallelState
+from plait.state import STATE, ParallelState
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -23,6 +24,13 @@ def adapt(model: Any, state: ParallelState) -> None:
         model: The model, after its layers were split.
         state: How they were.
     """
-    model.__dict__["save_pretrained"] = MethodType(saving.save_pretrained, model)
+    for name, part in model.named_modules():
+        if not is_transformers_model(part):
+            continue
+        if part is not model:  # its base model, or an encoder, can be saved by itself
+            below = f"{name}."
+            layouts = {k[len(below) :]: v for k, v in state.layouts.items() if k.startswith(below)}
+            part.__dict__[STATE] = replace(state, layouts=layouts)
+        part.__dict__["save_pretrained"] = MethodType(saving.save_pretrained, part)
     if model.can_generate():
         generation.install(model, state.tp_mesh)

@@ -122,7 +122,7 @@ def resolve(
                 "register your own: ALL_PARALLEL_STYLES.register(name, style)",
             ],
         )
-    entries = _entries(names, rules, user)
+    entries = _promote(names, _entries(names, rules, user))
     return Plan(_follow_ties(names, entries), PlanRules(rules))
 
 
@@ -156,6 +156,47 @@ def _entries(
                 entries[name] = Entry(name, kind, rules[pattern], pattern, origin)
     position = {name: n for n, name in enumerate([*names.modules, *names.params])}
     return dict(sorted(entries.items(), key=lambda item: position[item[0]]))
+
+
+_WITH_FORWARD = ("Linear", "Embedding")
+"""Classes whose styles act at their forward: a rule on a parameter of one means the module."""
+
+
+def _promote(names: ModelNames, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Make rules on the parameters of linear layers and embeddings rules on the modules.
+
+    Also drops a shipped rule on a parameter whose module the user wants whole.
+
+    Raises:
+        PlanError: Two rules give one such module two styles.
+    """
+    kept: dict[str, Entry] = {}
+    problems = []
+    for name, entry in entries.items():
+        owner = names.owners.get(name, "") if entry.kind == "param" else ""
+        above = entries.get(owner) if entry.kind == "param" else None
+        wanted_whole = above is not None and above.style == "replicate" and above.origin == "user"
+        if wanted_whole and entry.origin == "model":
+            continue
+        if entry.kind == "module" or names.modules[owner] not in _WITH_FORWARD:
+            kept[name] = entry
+            continue
+        other = above or kept.get(owner)
+        if other is None:
+            kept[owner] = Entry(owner, "module", entry.style, entry.rule, entry.origin)
+        elif other.style != entry.style:
+            problems.append(
+                f"rule {entry.rule!r} says {entry.style!r}, but {other.rule!r} says "
+                f"{other.style!r}: {owner!r} has one forward"
+            )
+    if problems:
+        raise PlanError(
+            f"The plan for {names.model} gives one layer two styles:",
+            list(dict.fromkeys(problems)),
+            ["name the module, not its parameters", "register a style of your own"],
+        )
+    position = {name: n for n, name in enumerate([*names.modules, *names.params])}
+    return dict(sorted(kept.items(), key=lambda item: position[item[0]]))
 
 
 def _follow_ties(names: ModelNames, entries: dict[str, Entry]) -> tuple[Entry, ...]:

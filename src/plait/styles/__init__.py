@@ -1,6 +1,7 @@
 """Parallel styles: how one module is cut and what happens at its border."""
 
 from plait.styles.embedding import EmbeddingParallel
+from plait.styles.experts import MoeExpertsParallel, MoeIdentityParallel
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.linear import ColwiseParallel, RowwiseParallel
 from plait.styles.packed import PackedColwiseParallel, PackedRowwiseParallel
@@ -19,6 +20,8 @@ __all__ = [
     "ColwiseParallel",
     "EmbeddingParallel",
     "LocalParamsParallel",
+    "MoeExpertsParallel",
+    "MoeIdentityParallel",
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
     "ParallelInterface",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -9,13 +10,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from plait.comm import gather_from, sum_from
 from plait.errors import PlanError
 from plait.plan.intervals import even
+from plait.styles.activations import uneven_sizes
 from plait.styles.layer import (
     TensorParallelLayer,
     bind_forward,
     border_of,
     first_input,
 )
-from plait.styles.linear import uneven_sizes
 from plait.styles.params import place
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
@@ -110,7 +111,8 @@ def _vocabulary_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     border = border_of(module)
     style, mesh = border.style, border.mesh
     args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
-    ids, put = first_input(args, kwargs)
+    ids, put = first_input(module, args, kwargs)
+    _check_range(ids, module.num_embeddings)  # type: ignore[arg-type]
     start, stop = vocabulary_range(module, mesh)
     # Ids of other ranks look up row 0 here and are set to zero after the module's own forward.
     elsewhere = (ids < start) | (ids >= stop)
@@ -124,6 +126,21 @@ def _vocabulary_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = weight.new_zeros(*ids.shape, weight.shape[-1]) + weight.sum()
     output = output.masked_fill(elsewhere.unsqueeze(-1), 0)
     return style.transform_output_post_forward(module, output, mesh)
+
+
+def _check_range(ids: torch.Tensor, num_rows: int) -> None:
+    """Refuse ids that no rank holds, as a whole table does; they would look up zeros."""
+    if torch.compiler.is_compiling() or ids.numel() == 0 or ids.is_meta:
+        return
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < num_rows)).all())
+        return
+    low, high = torch.aminmax(ids)
+    if low < 0 or high >= num_rows:
+        raise IndexError(
+            f"index out of range in self: ids from {int(low)} to {int(high)} for an embedding of "
+            f"{num_rows} rows"
+        )
 
 
 def vocabulary_range(module: nn.Module, mesh: DeviceMesh) -> tuple[int, int]:

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from plait.errors import PlaitError
 from plait.plan.intervals import ParamLayout
 from plait.styles.params import GradMode, LocalParams
 
@@ -24,16 +27,23 @@ class Border:
 
     A deep copy of the module gets a border of its own around its own forward; mesh and style are
     shared.
+
+    Attributes:
+        style: The module's style.
+        mesh: The axis.
+        forward: A forward that was set on the instance, or None: the class's.
+        grads: Gradient modes of single parameters, from rules that name them.
     """
 
-    __slots__ = ("forward", "mesh", "style")
+    __slots__ = ("forward", "grads", "mesh", "style")
 
     def __init__(
         self, style: "TensorParallelLayer", mesh: DeviceMesh, forward: Callable[..., Any] | None
     ) -> None:
         self.style = style
         self.mesh = mesh
-        self.forward = forward  # a forward set on the instance, or None: the class's
+        self.forward = forward
+        self.grads: dict[str, GradMode] = {}
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The forward that the module had before the style came."""
@@ -42,7 +52,19 @@ class Border:
         return type(module).forward(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Border":
-        return Border(self.style, self.mesh, copy.deepcopy(self.forward, memo))
+        copied = Border(self.style, self.mesh, copy.deepcopy(self.forward, memo))
+        copied.grads = dict(self.grads)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise PlaitError(
+            "Pickling a module that is split over ranks (torch.save of the whole module):",
+            "process groups cannot be stored",
+            [
+                "model.save_pretrained(directory), for models of transformers",
+                "torch.save(plait.full_state_dict(module), file)",
+            ],
+        )
 
 
 def bind_forward(
@@ -54,12 +76,34 @@ def bind_forward(
     """Make `forward(module, *args, **kwargs)` the module's forward, in place.
 
     The new forward is a bound method and not a closure, so `copy.deepcopy` of the module binds the
-    copy's to the copy.
+    copy's to the copy. It shows the signature of the module's own.
     """
     border = Border(style, mesh, module.__dict__.get("forward"))
     module.__dict__["_plait_border"] = border
-    module.__dict__["forward"] = types.MethodType(forward, module)
+    rebind(module, forward)
     return module
+
+
+def rebind(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Set `forward` as the instance's forward, with the signature of the class's."""
+    shown = _showing(forward, type(module).forward)
+    module.__dict__["forward"] = types.MethodType(shown, module)
+
+
+@lru_cache(maxsize=4096)
+def _showing(forward: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function that shows the signature of another; no frame more at each call."""
+    assert isinstance(forward, types.FunctionType)
+    shown = types.FunctionType(
+        forward.__code__,
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    shown.__kwdefaults__ = forward.__kwdefaults__
+    shown.__wrapped__ = original  # type: ignore[attr-defined]
+    return shown
 
 
 def border_of(module: nn.Module) -> Border:
@@ -86,18 +130,30 @@ def hooks_are(style: "TensorParallelLayer", base: type["TensorParallelLayer"]) -
             "context_around_forward",
             "transform_output_post_forward",
             "should_use_local_tensors",
+            "param_grads",
         )
     )
 
 
 def first_input(
-    args: Args, kwargs: Kwargs
+    module: nn.Module, args: Args, kwargs: Kwargs
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[Args, Kwargs]]]:
-    """The main input of a module, positional or by name, and how to put another in its place."""
+    """The main input of a module, and how to put another in its place.
+
+    It is the first positional argument, or the keyword that the forward's signature names first.
+    """
     if args:
         return args[0], lambda x: ((x, *args[1:]), kwargs)
-    name = next(iter(kwargs))
+    name = _first_parameter(type(module).forward)
+    if name not in kwargs:
+        name = next(iter(kwargs))
     return kwargs[name], lambda x: ((), {**kwargs, name: x})
+
+
+@lru_cache(maxsize=4096)
+def _first_parameter(forward: Callable[..., Any]) -> str:
+    names = list(inspect.signature(forward).parameters)
+    return names[1] if len(names) > 1 else ""
 
 
 class TensorParallelLayer:
@@ -167,8 +223,14 @@ class TensorParallelLayer:
     ) -> AbstractContextManager[Any]:
         """Context in which the module's own forward runs."""
         if self.should_use_local_tensors(module) or not _is_cut(module):
-            return LocalParams(module, self.param_grads(module))
+            return LocalParams(module, self.grads_of(module))
         return contextlib.nullcontext()
+
+    def grads_of(self, module: nn.Module) -> Mapping[str, GradMode]:
+        """Gradient modes of a module's parameters: the style's, and those of single rules."""
+        border = module.__dict__.get("_plait_border")
+        single = border.grads if border is not None else None
+        return {**self.param_grads(module), **single} if single else self.param_grads(module)
 
     def transform_output_post_forward(
         self, module: nn.Module, output: Any, mesh: DeviceMesh

@@ -14,7 +14,6 @@ Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3:
 Y = GeLU(X [A₁ A₂]), Z = Y₁ B₁ + Y₂ B₂.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from plait.comm import (
     all_gather,
     all_reduce_,
     copy_to,
-    gather_copy,
     gather_from,
     local,
     scatter_sum,
@@ -36,7 +34,12 @@ from plait.comm import (
     sum_from,
 )
 from plait.errors import PlanError
-from plait.plan.intervals import even
+from plait.styles.activations import (
+    as_dtensor,
+    leave_split_features,
+    to_replicate,
+    uneven_sizes,
+)
 from plait.styles.layer import (
     Args,
     Kwargs,
@@ -103,7 +106,7 @@ class ColwiseParallel(TensorParallelLayer):
         self, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh
     ) -> tuple[Args, Kwargs]:
         """Bring the input to every rank whole."""
-        x, put = first_input(args, kwargs)
+        x, put = first_input(module, args, kwargs)
         return put(to_replicate(x, self.input_layouts, mesh))
 
     def transform_output_post_forward(
@@ -155,6 +158,12 @@ class RowwiseParallel(TensorParallelLayer):
         self.input_layouts = input_layouts or Shard(-1)
         self.output_layouts = output_layouts or Replicate()
         self.use_local_output = use_local_output
+        if not isinstance(self.input_layouts, Replicate) and self.input_layouts != Shard(-1):
+            raise PlanError(
+                f"RowwiseParallel(input_layouts={self.input_layouts}):",
+                "each rank multiplies its slice of the input features",
+                ["Shard(-1): the input arrives split", "Replicate(): each rank takes its slice"],
+            )
 
     def validate(self, module: nn.Module, mesh: DeviceMesh, name: str) -> None:
         """Refuse a module that is no linear layer."""
@@ -178,13 +187,13 @@ class RowwiseParallel(TensorParallelLayer):
 
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> LocalParams:
         """Local weight, and no bias: it is added once, after the sum."""
-        return _WithoutBias(module)
+        return _WithoutBias(module, self.grads_of(module))
 
     def transform_inputs_pre_forward(
         self, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh
     ) -> tuple[Args, Kwargs]:
         """Bring this rank's slice of the input features."""
-        x, put = first_input(args, kwargs)
+        x, put = first_input(module, args, kwargs)
         if isinstance(x, DTensor):
             return put(x.redistribute(placements=[Shard(x.ndim - 1)]).to_local())
         if isinstance(self.input_layouts, Replicate):
@@ -195,20 +204,26 @@ class RowwiseParallel(TensorParallelLayer):
         self, module: nn.Module, output: Any, mesh: DeviceMesh
     ) -> Any:
         """Sum the terms and add the bias."""
-        layout = self.output_layouts
+        layout, shape = self.output_layouts, output.shape
         if isinstance(layout, Replicate):
             output = sum_from(output, mesh)
         elif isinstance(layout, Shard):
             output = scatter_sum(output, mesh, dim=layout.dim)
         bias = module._parameters.get("bias")
-        if bias is not None and not isinstance(layout, Partial):
+        if bias is not None:
+            output = output + self._bias(bias, output, mesh)
+        return output if self.use_local_output else as_dtensor(output, mesh, layout, shape)
+
+    def _bias(self, bias: torch.Tensor, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """What a rank adds to its output so that the bias is in the whole once."""
+        layout = self.output_layouts
+        if isinstance(layout, Partial):  # one of the terms has it
+            whole = local(bias, "sum") * float(mesh.get_local_rank() == 0)
+        elif isinstance(layout, Shard) and layout.dim in (-1, output.ndim - 1):
+            whole = split_to(local(bias), mesh, dim=-1)
+        else:  # tokens of its own: each rank's gradient is a term
             whole = local(bias, "sum" if isinstance(layout, Shard) else "own")
-            if isinstance(layout, Shard) and layout.dim in (-1, output.ndim - 1):
-                whole = split_to(local(bias), mesh, dim=-1)
-            output = output + whole
-        if self.use_local_output:
-            return output
-        return DTensor.from_local(output, mesh, [layout], run_check=False)
+        return whole.to(output.dtype)  # autocast runs the product in another dtype
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Put the border around the forward; a plain `nn.Linear` gets one fused function."""
@@ -237,80 +252,29 @@ class _WithoutBias(LocalParams):
                 self.saved.append((name, param))
         for name, param in self.saved:
             if name != "bias":
-                self.params[name] = local(param)  # type: ignore[assignment]
-
-
-def to_replicate(x: torch.Tensor, layout: Placement, mesh: DeviceMesh) -> torch.Tensor:
-    """A module's input, whole on every rank, whose gradient on each rank is one term of a sum.
-
-    Args:
-        x: The input: plain, in the given layout, or a DTensor, in its own.
-        layout: How a plain `x` lies.
-        mesh: The axis.
-    """
-    if isinstance(x, DTensor):
-        whole: torch.Tensor = x.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
-    if isinstance(layout, Shard):
-        return gather_copy(x, mesh, dim=layout.dim)
-    if isinstance(layout, Partial):
-        return copy_to(sum_from(x, mesh), mesh)
-    return copy_to(x, mesh)
-
-
-def leave_split_features(
-    output: torch.Tensor,
-    num_features: int | None,
-    layout: Placement,
-    use_local: bool,
-    mesh: DeviceMesh,
-) -> torch.Tensor:
-    """An output that is split on its last dim, in the layout that the next module expects.
-
-    Args:
-        output: `[..., features_local]`.
-        num_features: Width of the whole last dim, needed where a DTensor leaves.
-        layout: `Shard(-1)`, `Replicate()` or another `Shard(d)`.
-        use_local: Whether a plain tensor leaves.
-        mesh: The axis.
-    """
-    if isinstance(layout, Shard) and layout.dim in (-1, output.ndim - 1):
-        if use_local:
-            return output
-        shape = (*output.shape[:-1], num_features or output.shape[-1] * mesh.size())
-        stride = torch.empty(shape, device="meta").stride()
-        placements = [Shard(output.ndim - 1)]
-        return DTensor.from_local(
-            output, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
-    output = gather_from(output, mesh, dim=-1, sizes=uneven_sizes(num_features, mesh.size()))
-    if isinstance(layout, Shard):
-        output = split_to(output, mesh, dim=layout.dim)
-    if use_local:
-        return output
-    return DTensor.from_local(output, mesh, [layout], run_check=False)
-
-
-@lru_cache(maxsize=1024)
-def uneven_sizes(num_features: int | None, num_ranks: int) -> tuple[int, ...] | None:
-    """Width on each rank, split as `torch.chunk` does; None where all are equal."""
-    if num_features is None or num_features % num_ranks == 0:
-        return None
-    return even((num_features,), 0, num_ranks).sizes
+                self.params[name] = local(param, self.mode(name))  # type: ignore[assignment]
 
 
 def _validate_linear(module: nn.Module, style: str, name: str) -> None:
-    if isinstance(module, nn.Linear):
-        return
     weight = module._parameters.get("weight")
     features = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    if weight is not None and tuple(weight.shape) == features:
-        return
-    raise PlanError(
-        f"Style {style!r} on {name!r}:",
-        f"{type(module).__name__} is not a linear layer with a weight [out_features, in_features]",
-        ["name the linear layers inside it", "register a style of your own for this class"],
-    )
+    kind = type(module).__name__
+    problem = None
+    if weight is None or features == (None, None):
+        problem = f"{kind} is not a linear layer with a weight [out_features, in_features]"
+    elif tuple(weight.shape) != features or not weight.is_floating_point():
+        problem = (
+            f"the weight of this {kind} is {tuple(weight.shape)} of {weight.dtype}, not "
+            f"{features} of floats: quantized weights cannot be split yet"
+        )
+    elif type(weight.data) not in (torch.Tensor, nn.Parameter):
+        problem = f"the weight is a {type(weight.data).__name__}, which cannot be split yet"
+    if problem is not None:
+        raise PlanError(
+            f"Style {style!r} on {name!r}:",
+            problem,
+            ["name the linear layers inside it", "give it the style 'replicate'"],
+        )
 
 
 def _validate_dims(module: nn.Module, param: str, parameter_name: str | None, style: str) -> None:
@@ -362,9 +326,9 @@ def _rowwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
     output = F.linear(input, local(weight))
     if torch.is_grad_enabled():
         output = sum_from(output, mesh, fresh=True)
-        return output if bias is None else output + local(bias)
+        return output if bias is None else output + local(bias).to(output.dtype)
     output = all_reduce_(output, mesh)
-    return output if bias is None else output.add_(local(bias))
+    return output if bias is None else output.add_(local(bias).to(output.dtype))
 
 
 def _rowwise_split_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:

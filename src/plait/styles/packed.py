@@ -18,8 +18,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout, packed
+from plait.styles.activations import to_replicate
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
-from plait.styles.linear import RowwiseParallel, to_replicate
+from plait.styles.linear import RowwiseParallel
 from plait.styles.params import place, set_param
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
@@ -156,7 +157,7 @@ class PackedColwiseParallel(_Packed):
         self, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh
     ) -> tuple[Args, Kwargs]:
         """Bring the input to every rank whole."""
-        x, put = first_input(args, kwargs)
+        x, put = first_input(module, args, kwargs)
         return put(to_replicate(x, Replicate(), mesh))
 
     def transform_output_post_forward(

@@ -76,13 +76,16 @@ class LocalParams:
         self.saved: list[tuple[str, nn.Parameter]] = []
 
     def __enter__(self) -> None:
-        params, grads = self.params, self.grads
+        params = self.params
         for name, param in params.items():
             if isinstance(param, DTensor):
                 self.saved.append((name, param))
         for name, param in self.saved:
-            mode = grads.get(name, "own") if grads else "own"
-            params[name] = local(param, mode)  # type: ignore[assignment]
+            params[name] = local(param, self.mode(name))  # type: ignore[assignment]
+
+    def mode(self, name: str) -> GradMode:
+        """The gradient mode of a parameter."""
+        return self.grads.get(name, "own") if self.grads else "own"
 
     def __exit__(
         self,

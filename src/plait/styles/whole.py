@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plait.comm import sum_from
+from plait.comm import exchange, sum_from
+from plait.styles.activations import as_dtensor
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
 from plait.styles.params import GradMode, replicate
 from plait.styles.registry import ALL_PARALLEL_STYLES
@@ -55,7 +56,8 @@ class SequenceParallel(ReplicateParallel):
         use_local_output: Whether a plain tensor leaves (default) or a DTensor.
 
     Comm:
-        Backward one all-reduce for each parameter.
+        Backward one all-reduce for each parameter. Forward, where a DTensor leaves: one control
+        message, the number of tokens.
 
     Source: Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4.2.2.
     """
@@ -72,7 +74,7 @@ class SequenceParallel(ReplicateParallel):
         self, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh
     ) -> tuple[Args, Kwargs]:
         """Bring this rank's tokens."""
-        x, put = first_input(args, kwargs)
+        x, put = first_input(module, args, kwargs)
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Shard(self.sequence_dim)]).to_local()
         return put(x)
@@ -83,7 +85,10 @@ class SequenceParallel(ReplicateParallel):
         """Leave the tokens split."""
         if self.use_local_output or isinstance(output, DTensor):
             return output
-        return DTensor.from_local(output, mesh, [Shard(self.sequence_dim)], run_check=False)
+        # Only the ranks together know the length of the whole sequence.
+        shape = list(output.shape)
+        shape[self.sequence_dim] = sum(exchange(shape[self.sequence_dim], mesh))
+        return as_dtensor(output, mesh, Shard(self.sequence_dim), shape)
 
 
 class AllReduceParallel(ReplicateParallel):
