@@ -134,6 +134,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the fork server loaded; collections before a timing are then cheap
     torch.set_num_threads(1)
     if size > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
