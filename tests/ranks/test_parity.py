@@ -43,7 +43,7 @@ def test_logits_loss_and_every_gradient(name: str) -> None:
     assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_greedy_tokens(name: str) -> None:
     split, whole_model = pair(name)

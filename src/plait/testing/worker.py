@@ -126,6 +126,7 @@ def _run(job: jobs.Job, arguments: bytes, rank: int) -> jobs.Outcome:
     kwargs: dict[str, Any]
     args, kwargs = pickle.loads(arguments)
     undo = _rank_fixtures(job, kwargs, rank)
+    _seed()  # here, since importing the test's module may have drawn random numbers
     started = time.perf_counter()
     try:
         value = function(*args, **kwargs)
@@ -199,25 +200,32 @@ def _dump(outcome: jobs.Outcome) -> bytes:
         return pickle.dumps(jobs.Outcome("failed", text=text, summary=text))
 
 
+def _seed() -> None:
+    """The same random numbers for every test and on every rank."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(0)
+
+
 def _reset(pristine: dict[str, str]) -> None:
-    """Leave nothing behind for the next test: seeds, dtype, grad mode, environment, garbage."""
+    """Leave nothing behind for the next test: dtype, grad mode, environment, garbage."""
     if os.environ != pristine:
         os.environ.clear()
         os.environ.update(pristine)
-    random.seed(0)
     sys.stdout.flush()
     sys.stderr.flush()
     if "torch" in sys.modules:
         import torch
 
-        torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        np.random.seed(0)
     gc.collect()
