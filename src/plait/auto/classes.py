@@ -6,21 +6,45 @@ from typing import Any, ClassVar
 
 from plait import build, hf
 from plait.auto.reading import randomness_of_first, read_split
-from plait.errors import LayoutError
+from plait.errors import LayoutError, PlaitError
 from plait.layout import DistributedConfig
 from plait.run import process_group
 
 
-class _AutoClass:
-    """Reads a model of one kind, split over the ranks as `distributed_config` says."""
+class _Forwarding(type):
+    """An auto class has the attributes of transformers' class of the same name too."""
+
+    def __getattr__(cls, name: str) -> Any:
+        theirs = cls.__dict__.get("_name")
+        if theirs is None or name.startswith("__"):
+            raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
+        return getattr(hf.auto_class(theirs), name)
+
+
+class _AutoClass(metaclass=_Forwarding):
+    """Reads a model of one kind, split over the ranks as `distributed_config` says.
+
+    Class attributes that are not here are those of transformers' class of the same name.
+    """
 
     _name: ClassVar[str]
 
     @classmethod
+    def register(cls, config_class: Any, model_class: Any, exist_ok: bool = False) -> None:
+        """Make a model class known for a config class, in transformers and here.
+
+        Args:
+            config_class: A subclass of `PreTrainedConfig`.
+            model_class: A subclass of `PreTrainedModel` that is made of such a config.
+            exist_ok: Replace what was registered for it.
+        """
+        hf.auto_class(cls._name).register(config_class, model_class, exist_ok=exist_ok)
+
+    @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *model_args: Any,
         distributed_config: DistributedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -28,14 +52,21 @@ class _AutoClass:
 
         Args:
             pretrained_model_name_or_path: A directory, a GGUF file, or a model's name on the hub.
+            *model_args: For an ordinary model only.
             distributed_config: The parallel sizes and rules. None, all sizes 1, or a script that
                 no launcher started: an ordinary model of transformers.
-            **kwargs: What transformers' `from_pretrained` takes: `dtype`, `revision`, `cache_dir`,
-                `token`, `subfolder`, `local_files_only`, `trust_remote_code`,
-                `attn_implementation`, `generation_config`, `device_mesh`, and fields of the config.
+            **kwargs: What transformers' `from_pretrained` takes. Where the files come from:
+                `revision`, `cache_dir`, `token`, `subfolder`, `local_files_only`, `proxies`,
+                `force_download`, `gguf_file`, `variant`, `use_safetensors`, `disable_mmap`. How
+                the model is made: `config`, `dtype`, `attn_implementation`,
+                `experts_implementation`, `trust_remote_code`, `code_revision`, fields of the
+                config. How the weights go into it: `key_mapping`, `ignore_mismatched_sizes`,
+                `output_loading_info`. And `generation_config`, `device_mesh`. Quantization,
+                adapters, offloading, `state_dict` and kernels are refused for a split model.
 
         Returns:
-            A model of its own transformers class, in evaluation mode.
+            A model of its own transformers class, in evaluation mode; with `output_loading_info`
+            and a dict of the missing, unexpected and mismatched tensors.
 
         Raises:
             LayoutError: The sizes do not fit the processes or the heads, or `device_map` was given
@@ -43,11 +74,14 @@ class _AutoClass:
             PlanError: The plan cannot be applied. Nothing has been read.
             WeightsError: A file is missing or damaged, or does not hold what the model needs; on
                 all ranks, with the rank that found it.
+            PlaitError: An argument is unknown, or a split model cannot honour it. Nothing has been
+                read.
 
         Comm:
             A few control messages. No weight travels between ranks.
         """
-        path = os.fspath(pretrained_model_name_or_path)
+        path = pretrained_model_name_or_path
+        path = path if path is None else os.fspath(path)
         config, kwargs = _distributed_config(distributed_config, kwargs)
         device_mesh = kwargs.pop("device_mesh", None)
         _refuse_device_map(config, kwargs)
@@ -55,9 +89,9 @@ class _AutoClass:
             device_mesh if device_mesh is not None else build.mesh_for(config) if config else None
         )
         if mesh is None:
-            return _ordinary(cls._name, path, config, kwargs)
+            return _ordinary(cls._name, path, config, model_args, kwargs)
         assert config is not None or device_mesh is not None
-        return read_split(cls._name, path, config, mesh, kwargs)
+        return read_split(cls._name, _only_path(path, model_args), config, mesh, kwargs)
 
     @classmethod
     def from_config(
@@ -123,18 +157,41 @@ def _refuse_device_map(config: DistributedConfig | None, kwargs: dict[str, Any])
         )
 
 
+def _only_path(path: str | None, model_args: tuple[Any, ...]) -> str:
+    """`path`, where it is there and nothing else came by position."""
+    asked = f"from_pretrained({', '.join(map(repr, (path, *model_args)))}) of a split model:"
+    if model_args:
+        raise PlaitError(
+            asked,
+            f"{len(model_args)} more positional argument(s), which only the model's class knows",
+            ["pass them by name", "tp_size=1 reads with transformers alone"],
+        )
+    if path is None:
+        raise PlaitError(
+            asked,
+            "each rank reads its slices from files, so there must be some",
+            ["give a directory, a GGUF file or a name on the hub", "use from_config"],
+        )
+    return path
+
+
 def _ordinary(
-    name: str, path: str, config: DistributedConfig | None, kwargs: dict[str, Any]
+    name: str,
+    path: str | None,
+    config: DistributedConfig | None,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     auto_class = hf.auto_class(name)
-    if path.endswith(".gguf"):
+    if path is not None and path.endswith(".gguf"):
         folder, file = os.path.split(path)
         kwargs = {**kwargs, "gguf_file": file}
         path = folder or "."
-    model = auto_class.from_pretrained(path, **kwargs)
+    made = auto_class.from_pretrained(path, *model_args, **kwargs)
     if config is not None:
+        model = made[0] if isinstance(made, tuple) else made
         model._tp_size = 1
-    return model
+    return made
 
 
 class AutoModel(_AutoClass):

@@ -2,9 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,57 +13,113 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plait import build, comm, hf
-from plait.hf import gguf, skeleton
+from plait.errors import WeightsError
+from plait.hf import arguments, gguf, skeleton
 from plait.hf import source as sources
 from plait.hf.conversion import Conversion, convert
 from plait.hf.generation.randomness import borrowed, capture
 from plait.layout import DistributedConfig
 from plait.run import process_group, progress
 from plait.state import ParallelState, local_part, state_of
-from plait.weights import Checkpoint, LoadReport, load, open_checkpoint, together
+from plait.weights import Checkpoint, LoadReport, load, mismatches, together
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is known before the first weight is read."""
+
+    source: sources.Source
+    checkpoint: Checkpoint
+    model: Any
+    dtype: torch.dtype
+    conversion: Conversion
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def read_split(
     name: str, path: str, config: DistributedConfig | None, mesh: DeviceMesh, kwargs: dict[str, Any]
 ) -> Any:
     """Steps in the order in which they can be refused: names first, headers next, weights last."""
-    hub = {n: kwargs.pop(n) for n in sources.HUB_ARGUMENTS if n in kwargs}
-    generation_config = kwargs.pop("generation_config", None)
     tp_mesh = build.tp_axis(mesh)
     device = process_group.ensure(mesh.device_type)
     watch = progress.Stopwatch()
-
-    def prepare() -> tuple[Checkpoint, Any, torch.dtype, Conversion]:
-        source = sources.find(path, hub, kwargs)
-        dtype = skeleton.choose_dtype(source.dtype, source.config, lambda: _stored_dtype(source))
-        model = skeleton.empty_model(hf.auto_class(name), source.config, dtype, source.model_kwargs)
-        plan = build.plan_for(model, getattr(config, "tp_plan", None), tp_mesh.size())
-        build.check(model, plan, tp_mesh)
-        checkpoint = open_checkpoint(source.files(), source.variant)
-        if source.is_gguf:
-            conversion = gguf.gguf_conversion(model, checkpoint)
-        else:
-            conversion = convert(model, checkpoint, source.key_mapping)
-        return checkpoint, model, dtype, conversion
-
-    checkpoint, model, dtype, conversion = together(tp_mesh, f"Reading {path!r}:", prepare)
-    with checkpoint:
+    ready = together(
+        tp_mesh, f"Reading {path!r}:", lambda: _prepare(name, path, config, tp_mesh, kwargs)
+    )
+    source, model, conversion = ready.source, ready.model, ready.conversion
+    with ready.checkpoint as checkpoint:
         _untie(model, conversion.untied)
         build.parallelize(model, config, device_mesh=mesh)
         state = state_of(model)
         assert state is not None
-        report = _read_weights(model, checkpoint, conversion, state, dtype, device)
-    _initialise(model, conversion, state, device)
-    model.config.name_or_path = path
+        report = _read_weights(model, checkpoint, conversion, state, ready.dtype, device)
+    missing = [*conversion.missing, *ready.mismatched]
+    _initialise(model, missing, state, device)
+    model.config.name_or_path = source.path
     model.__dict__["_weight_conversions"] = list(conversion.transforms)  # undone on saving
-    skeleton.load_generation_config(model, path, hub, generation_config)
+    skeleton.load_generation_config(
+        model, source.path, source.hub, source.arguments.generation_config
+    )
     model.__dict__["_plait_report"] = replace(
         report, seconds=watch.seconds, unexpected=conversion.unexpected
     )
     progress.report(f"{os.path.basename(path)}: {model._plait_report}")
+    if source.arguments.output_loading_info:
+        return model, _loading_info(model, conversion, ready.mismatched)
     return model
+
+
+def _prepare(
+    name: str,
+    path: str,
+    config: DistributedConfig | None,
+    tp_mesh: DeviceMesh,
+    kwargs: dict[str, Any],
+) -> _Prepared:
+    """Everything that can be refused before a weight is read; no rank talks to another."""
+    hub = {n: kwargs[n] for n in arguments.HUB if n in kwargs}
+    asked = arguments.sort(path, {n: x for n, x in kwargs.items() if n not in hub})
+    auto_class = hf.auto_class(name)
+    source = sources.find(auto_class, path, hub, asked)
+    dtype = skeleton.choose_dtype(asked.dtype, source.config, lambda: _stored_dtype(source))
+    model = skeleton.empty_model(
+        auto_class, source.config, dtype, source.model_kwargs, source.model_class
+    )
+    plan = build.plan_for(model, getattr(config, "tp_plan", None), tp_mesh.size())
+    build.check(model, plan, tp_mesh)
+    checkpoint = source.open()
+    if source.is_gguf:
+        conversion = gguf.gguf_conversion(model, checkpoint)
+    else:
+        conversion = convert(model, checkpoint, asked.key_mapping)
+    found = mismatches(model, checkpoint, conversion.recipes)
+    if found and not asked.ignore_mismatched_sizes:
+        raise WeightsError(
+            f"Reading {path!r}:",
+            [f"{n}: {a} in the checkpoint, {b} in the module" for n, (a, b) in found.items()],
+            ["give the config that fits", "ignore_mismatched_sizes=True initialises them anew"],
+        )
+    recipes = {n: recipe for n, recipe in conversion.recipes.items() if n not in found}
+    return _Prepared(source, checkpoint, model, dtype, replace(conversion, recipes=recipes), found)
+
+
+def _loading_info(
+    model: Any,
+    conversion: Conversion,
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, Any]:
+    """What transformers returns beside the model with `output_loading_info=True`."""
+    follow = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        "missing_keys": set(conversion.missing),
+        "unexpected_keys": set(conversion.unexpected),
+        "mismatched_keys": {
+            (n, *shapes) for n, shapes in mismatched.items() if follow.get(n) not in mismatched
+        },
+        "error_msgs": [],
+    }
 
 
 def _read_weights(
@@ -103,9 +159,7 @@ def _bar(checkpoint: Checkpoint) -> Iterator[Callable[[int, int], None]]:
         yield tick
 
 
-def _initialise(
-    model: Any, conversion: Conversion, state: ParallelState, device: torch.device
-) -> None:
+def _initialise(model: Any, missing: list[str], state: ParallelState, device: torch.device) -> None:
     """Give tensors that no file holds their initial values, the same on all ranks."""
     rank = state.tp_mesh.get_local_rank()
     placeholders = dict(model.named_parameters(remove_duplicate=False))
@@ -123,12 +177,11 @@ def _initialise(
             stride=old.stride(),
         )
 
-    missing = list(conversion.missing)
     with randomness_of_first(state.tp_mesh, device):
         skeleton.initialise_missing(model, missing, device, cut)
     if missing:
         log.warning(
-            "%s: %d tensors are in no file and were initialised: %s",
+            "%s: %d tensors are in no file, or in another shape, and were initialised: %s",
             type(model).__name__,
             len(missing),
             ", ".join(missing[:8]) + (" …" if len(missing) > 8 else ""),
@@ -155,6 +208,6 @@ def _untie(model: Any, names: Sequence[str]) -> None:
 
 
 def _stored_dtype(source: sources.Source) -> torch.dtype | None:
-    with open_checkpoint(source.files(), source.variant) as checkpoint:
+    with source.open() as checkpoint:
         dtypes = (checkpoint.info(key)[1] for key in checkpoint.keys())  # noqa: SIM118
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)

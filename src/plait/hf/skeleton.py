@@ -84,26 +84,133 @@ def choose_dtype(dtype: Any, config: Any, stored: Callable[[], torch.dtype | Non
     return dtype
 
 
-def empty_model(auto_class: Any, config: Any, dtype: torch.dtype, kwargs: Mapping[str, Any]) -> Any:
+def override(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Set fields of a config, as transformers does where it reads one.
+
+    A dict for a config inside of the config changes the fields it names and keeps the others.
+
+    Args:
+        config: The config, changed in place.
+        fields: Field name → value.
+
+    Returns:
+        The entries that are no fields of the config.
+    """
+    rest = {}
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            rest[name] = value
+            continue
+        inner = getattr(config, name)
+        if hasattr(inner, "to_dict") and isinstance(value, dict):
+            value = type(inner)(**{**inner.to_dict(), **value})
+        setattr(config, name, value)
+    return rest
+
+
+def model_class(
+    auto_class: Any, config: Any, path: str, hub: Mapping[str, Any], code: Mapping[str, Any]
+) -> tuple[Any, bool]:
+    """The class that makes the model, and whether it is code that comes with the model.
+
+    The revision and the place of that code are the caller's, which `from_config` would not know.
+
+    Args:
+        auto_class: An auto class of transformers.
+        config: The model's config.
+        path: Where the model comes from.
+        hub: Arguments that say where files come from.
+        code: `trust_remote_code` and `code_revision`.
+
+    Returns:
+        The class (None where transformers has none for the config), and True for own code.
+    """
+    from transformers import dynamic_module_utils
+    from transformers.models.auto import auto_factory
+
+    mapping = auto_class._model_mapping
+    known = type(config) in mapping
+    own = auto_factory._get_model_class(config, mapping) if known else None
+    reference = (getattr(config, "auto_map", None) or {}).get(auto_class.__name__)
+    registered = own is not None and not own.__module__.startswith("transformers.")
+    if reference is None or registered:
+        return own, False
+    elsewhere = reference.split("--")[0] if "--" in reference else None
+    trusted = dynamic_module_utils.resolve_trust_remote_code(
+        code["trust_remote_code"], path, known, True, upstream_repo=elsewhere
+    )
+    if not trusted:
+        return own, False
+    made = dynamic_module_utils.get_class_from_dynamic_module(
+        reference, path, code_revision=code["code_revision"], **hub
+    )
+    if not known:
+        auto_class.register(type(config), made, exist_ok=True)
+    made.register_for_auto_class(auto_class=auto_class)
+    return auto_factory.add_generation_mixin_to_remote_model(made), True
+
+
+def empty_model(
+    auto_class: Any,
+    config: Any,
+    dtype: torch.dtype,
+    kwargs: Mapping[str, Any],
+    made_by: Any = None,
+) -> Any:
     """The model on the meta device, in evaluation mode.
 
     Args:
         auto_class: An auto class of transformers.
         config: Its config.
         dtype: Dtype of the parameters.
-        kwargs: What `from_config` takes (`attn_implementation`, `trust_remote_code`, …).
+        kwargs: What `from_config` takes (`attn_implementation`, …).
+        made_by: The class to make it of, where the auto class is not to choose one.
     """
     from transformers import initialization
 
     contexts = [torch.device("meta"), initialization.no_init_weights()]
     safe_ops = getattr(initialization, "meta_device_safe_creation_ops", None)
+    make = auto_class.from_config if made_by is None else made_by._from_config
     with contextlib.ExitStack() as stack:
         for context in contexts + ([safe_ops()] if safe_ops else []):
             stack.enter_context(context)
-        model = auto_class.from_config(config, dtype=dtype, **kwargs)
+        model = make(config, dtype=dtype, **kwargs)
     model.tie_weights()  # left out with the initialisation of the weights
     model.eval()
     return model
+
+
+def refuse_resize(
+    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any
+) -> Any:
+    """`resize_token_embeddings` of a split model: refused, unless nothing would change.
+
+    Args:
+        model: The split model (bound: `model.resize_token_embeddings(n)`).
+        new_num_tokens: The number of tokens wanted; None asks for the embedding alone.
+        pad_to_multiple_of: Padding of that number.
+
+    Returns:
+        The input embedding.
+
+    Raises:
+        PlaitError: The embedding would change.
+    """
+    embedding = model.get_input_embeddings()
+    current = embedding.weight.shape[0]
+    wanted = current if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of:
+        wanted += -wanted % pad_to_multiple_of
+    if wanted == current:
+        return embedding
+    raise PlaitError(
+        f"resize_token_embeddings({wanted}) of a split model with {current} tokens:",
+        "the embedding and the head are split over the ranks by their number of tokens",
+        [
+            "read the model with transformers, resize it, then plait.parallelize(model)",
+            "save the resized model with transformers and read that",
+        ],
+    )
 
 
 def dtype_rule(model: Any, dtype: torch.dtype) -> Callable[[str, torch.dtype], torch.dtype]:
@@ -142,13 +249,18 @@ def load_generation_config(model: Any, path: str, hub: Mapping[str, Any], given:
     if not model.can_generate() or not hasattr(model, "generation_config"):
         return
     if given is not None:
-        model.generation_config = given
+        model.generation_config = model.generation_config.from_dict(given.to_dict())
+        return
+    if os.path.isfile(path):
         return
     from transformers import GenerationConfig
 
-    if not os.path.isfile(path):
-        with contextlib.suppress(OSError):  # none was saved: the model's own defaults stay
-            model.generation_config = GenerationConfig.from_pretrained(path, **hub)
+    # Models of old keep the settings in their config.json.
+    old = {"config_file_name": "config.json", "_from_model_config": True}
+    for place in ({}, old):
+        with contextlib.suppress(OSError):  # none was saved there
+            model.generation_config = GenerationConfig.from_pretrained(path, **hub, **place)
+            return
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
