@@ -1,16 +1,31 @@
 """save_pretrained() of a split model: an ordinary checkpoint, gathered tensor by tensor."""
 
 import contextlib
+import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plait import comm
-from plait.errors import WeightsError
+from plait.errors import RankError, WeightsError
 from plait.hf.conversion import revert, saved_names
 from plait.run import progress
 from plait.state import ParallelState, state_of
 from plait.weights import ModuleStore, save, together
+
+ARRIVAL_S = 10.0
+"""How long a rank waits in `save_pretrained` for the others to call it."""
+
+_HUB = ("commit_message", "create_pr", "private", "repo_id", "token")
+_IDLE = ("is_main_process", "save_peft_format")
+_REFUSED = {
+    "distributed_checkpoint": "save_pretrained writes an ordinary checkpoint, for any tp_size",
+    "safe_serialization": "weights are written as safetensors only",
+    "state_dict": "it would save something else than the split model's own tensors",
+}
+_HARMLESS = {"distributed_checkpoint": False, "safe_serialization": True, "state_dict": None}
+_NAMED = ("max_shard_size", "push_to_hub", "save_original_format", "variant")
 
 
 def save_pretrained(
@@ -35,13 +50,15 @@ def save_pretrained(
         variant: Middle part of the weight files' names.
         push_to_hub: Upload the directory afterwards, from the first rank.
         save_original_format: False: the model's own names and layouts.
-        **kwargs: `repo_id`, `token`, `commit_message`, `private` for the upload. `is_main_process`
-            is accepted and decides nothing: the first rank writes.
+        **kwargs: `repo_id`, `token`, `commit_message`, `create_pr`, `private` for the upload.
+            `is_main_process` and `save_peft_format` are accepted and decide nothing: the first
+            rank writes the whole model.
 
     Raises:
-        WeightsError: The directory cannot be written, or an argument asks for something else than
-            the whole model's own tensors. The directory is as it was.
-        RankError: Another rank failed, or did not take part.
+        WeightsError: The directory cannot be written, or an argument is unknown or asks for
+            something else than the whole model's own tensors. The directory is as it was.
+        RankError: Another rank failed, or did not call it within `ARRIVAL_S` seconds (between
+            GPUs and hosts: within the process group's time limit).
 
     Comm:
         One all-gather of each split tensor; control messages before each.
@@ -49,13 +66,7 @@ def save_pretrained(
     state = state_of(model)
     assert state is not None  # bound by parallelize
     asked = f"save_pretrained({os.fspath(save_directory)!r}):"
-    unknown = {"state_dict", "distributed_checkpoint"} & {k for k, v in kwargs.items() if v}
-    if unknown:
-        raise WeightsError(
-            asked,
-            f"{', '.join(sorted(unknown))} would save something else than the split model",
-            "leave it out: the tensors are gathered from the ranks",
-        )
+    _meet(state, asked, _refusal(model, asked, kwargs))
     if _writes_here(state):
         directory = Path(save_directory)
         _save(model, state, directory, max_shard_size, variant, save_original_format)
@@ -63,6 +74,52 @@ def save_pretrained(
         if push_to_hub:
             together(state.tp_mesh, asked, lambda: _push(state, directory, kwargs))
     _wait_for_writer(state)
+
+
+def _refusal(model: Any, asked: str, kwargs: Mapping[str, Any]) -> WeightsError | None:
+    """The error that arguments are, if any; all of them are named."""
+    problems = []
+    for name, value in kwargs.items():
+        if name in _REFUSED:
+            if value is not None and value is not _HARMLESS[name]:
+                problems.append(f"{name}: {_REFUSED[name]}")
+        elif name not in (*_HUB, *_IDLE):
+            near = difflib.get_close_matches(name, [*_HUB, *_IDLE, *_NAMED, *_REFUSED], 3)
+            hint = f" (closest: {', '.join(near)})" if near else ""
+            problems.append(f"there is no argument {name}{hint}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        problems.append("adapters of a split model are not saved yet")
+    ways = ["leave them out: the whole model's tensors are gathered from the ranks"]
+    return WeightsError(asked, problems, ways) if problems else None
+
+
+def _meet(state: ParallelState, asked: str, refusal: WeightsError | None) -> None:
+    """Wait for all ranks, but not for long, and end on all of them where one refuses."""
+    mesh = state.tp_mesh
+    before = comm.set_timeout(mesh, ARRIVAL_S)
+    try:
+        told = comm.exchange(refusal and str(refusal), mesh)
+    except RankError as error:
+        if refusal is not None:
+            raise refusal from error
+        raise RankError(
+            asked,
+            [error.asked, *error.problems],
+            [
+                "call save_pretrained on all ranks: each gives its slices, the first one writes",
+                "what only one rank does before it may not take longer than "
+                f"{ARRIVAL_S:g} s: do it afterwards",
+            ],
+            rank=error.rank,
+        ) from error
+    finally:
+        comm.set_timeout(mesh, before)
+    if refusal is not None:
+        raise refusal
+    ranks = mesh.mesh.flatten().tolist()
+    failed = [(rank, text) for rank, text in zip(ranks, told, strict=True) if text is not None]
+    if failed:
+        raise RankError(asked, [f"rank {r} failed: {t}" for r, t in failed], rank=failed[0][0])
 
 
 def _save(
@@ -85,6 +142,10 @@ def _save_configs(model: Any, state: ParallelState, directory: Path) -> None:
         return
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, directory, config=model.config)
     model.config.save_pretrained(directory)
     if model.can_generate():
         with contextlib.suppress(AttributeError):  # a model may generate without such a config
@@ -103,6 +164,7 @@ def _push(state: ParallelState, directory: Path, kwargs: dict[str, Any]) -> None
         repo_id=repo.repo_id,
         folder_path=directory,
         commit_message=kwargs.get("commit_message") or "Upload model",
+        create_pr=bool(kwargs.get("create_pr")),
     )
 
 
