@@ -117,11 +117,24 @@ def test_unbuilt_sizes_are_refused_by_name(name):
         ("fsdp_mixed_precision", True),
         ("fsdp_plan", "auto"),
         ("ep_plan", {}),
+        ("ep_implementation", "all_to_all"),
+        ("cp_backend", "torch"),
+        ("cp_handler", {"a": 1}),
+        ("sp_backend", "deepspeed"),
+        ("sp_handler", SequenceParallelConfig()),
     ],
 )
 def test_unbuilt_switches_are_refused_by_name(name, value):
     text = refusal(lambda: DistributedConfig(**{name: value}, tp_size=2).resolve(2))
-    assert f"{name}={value!r}" in text
+    assert f"{name}={value!r}: {UNBUILT[name]} is not built" in text
+    assert f"leave out {name}\n" in text
+
+
+def test_unbuilt_fields_at_their_defaults_are_accepted():
+    config = DistributedConfig(
+        tp_size=2, cp_backend="ring", sp_backend="ulysses", ep_implementation="auto", sp_size=1
+    )
+    assert config.resolve(2).tp_size == 2
 
 
 def test_all_unbuilt_and_the_arithmetic_in_one_message():

@@ -7,7 +7,7 @@ copy (dp_shard × cp × sp × tp) as efsdp × ep, so ep_size divides that produc
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from plait.errors import LayoutError
@@ -126,18 +126,23 @@ def _asked(config: "ParallelismConfig", world_size: object) -> str:
 def _unbuilt(config: "ParallelismConfig") -> list[str]:
     """Each field set to something whose feature does not exist."""
     return [
-        f"{name}={getattr(config, name)!r}: {feature} is not built in this version of plait"
-        for name, feature in UNBUILT.items()
-        if _is_set(getattr(config, name, None))
+        f"{name}={getattr(config, name)!r}: {UNBUILT[name]} is not built in this version of plait"
+        for name in _set_unbuilt(config)
     ]
 
 
-def _is_set(value: object) -> bool:
-    return value is not None and value is not False and not (type(value) is int and value == 1)
+def _set_unbuilt(config: "ParallelismConfig") -> list[str]:
+    """Names of the unbuilt fields that differ from their defaults."""
+    defaults = {field.name: field.default for field in fields(config)}
+    return [
+        name
+        for name in UNBUILT
+        if name in defaults and getattr(config, name) not in (None, defaults[name])
+    ]
 
 
 def _without_unbuilt(config: "ParallelismConfig") -> list[str]:
-    names = [name for name in UNBUILT if _is_set(getattr(config, name, None))]
+    names = _set_unbuilt(config)
     built = [f"{axis}_size" for axis in AXES if f"{axis}_size" not in UNBUILT]
     return [f"leave out {', '.join(names)}", f"split by {', '.join(built)} instead"]
 

@@ -14,12 +14,17 @@ UNBUILT = {
     "cp_size": "context parallelism (ring attention)",
     "sp_size": "sequence parallelism (Ulysses)",
     "ep_size": "expert parallelism",
+    "cp_backend": "context parallelism (ring attention)",
     "cp_handler": "context parallelism (ring attention)",
+    "sp_backend": "sequence parallelism (Ulysses)",
+    "sp_handler": "sequence parallelism (Ulysses)",
     "enable_sequence_parallel": "sequence-parallel activations between tensor-parallel regions",
+    "ep_implementation": "expert parallelism",
     "ep_plan": "expert parallelism",
     "fsdp_plan": "sharded data parallelism (FSDP)",
     "fsdp_cpu_offload": "offload of sharded parameters",
     "fsdp_mixed_precision": "mixed precision of sharded data parallelism",
 }
-"""Fields that are accepted and checked but whose feature does not exist in this version. Setting
-one is refused when the layout is resolved. Building a feature removes its lines here."""
+"""Fields that are accepted and checked but whose feature does not exist in this version. One that
+differs from its default is refused when the layout is resolved. Building a feature removes its
+lines here."""
