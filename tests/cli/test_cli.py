@@ -128,6 +128,18 @@ def test_json_holds_tokens_text_and_costs(options, settings, model_dir):
     assert costs["peak_memory_bytes"] > 1e6 and costs["load_s"] > 0 and costs["generate_s"] > 0
 
 
+def test_a_home_directory_that_the_shell_left(model_dir, monkeypatch):
+    monkeypatch.setenv("HOME", str(model_dir.parent))
+    result = run("generate", f"--model=~/{model_dir.name}", *ARGUMENTS, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["tokens"] == plain_tokens(model_dir, do_sample=False)
+    (costs,) = printed["ranks"]
+    assert costs["read_bytes"] == (model_dir / "model.safetensors").stat().st_size
+    result = run("generate", "--model=~/nowhere", *ARGUMENTS)
+    assert result.exit_code == 2 and "there is no" in said(result)
+
+
 def test_no_chat_takes_the_prompt_as_it_is(model_dir):
     outputs = {
         run("generate", "--model", model_dir, *ARGUMENTS, "--json", option).stdout

@@ -1,5 +1,6 @@
 """What the verbs that run a model have in common: their options and the checks on them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +44,8 @@ class ModelOptions:
     """Which model, and how it is split.
 
     Attributes:
-        model: Directory, GGUF file, or name on the hub.
+        model: Directory, GGUF file, or name on the hub; a leading `~`, which the shell leaves in
+            `--model=~/x`, is expanded here.
         tp: Number of ranks.
         dtype: Name of a dtype, or "auto" for the checkpoint's.
         device: "cpu", "cuda" or None for the default.
@@ -58,6 +60,9 @@ class ModelOptions:
     plan: Path | None
     debug: bool
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", os.path.expanduser(self.model))
+
     def check(self) -> None:
         """Refuses what no run could use.
 
@@ -67,9 +72,8 @@ class ModelOptions:
         _one_of("--dtype", self.dtype, DTYPES)
         if self.device is not None:
             _one_of("--device", self.device, DEVICES)
-        path = Path(self.model).expanduser()
         looks_local = self.model.endswith(".gguf") or self.model[:1] in "./~"
-        if looks_local and not path.exists():
+        if looks_local and not Path(self.model).exists():
             raise typer.BadParameter(
                 f"there is no {self.model!r} here. Give a directory with config.json and weights, "
                 "a .gguf file, or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct.",

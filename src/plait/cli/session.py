@@ -20,8 +20,7 @@ class RankCosts:
     Attributes:
         rank: Global rank.
         read_bytes: Bytes of the checkpoint that this rank read.
-        held_parameters: Parameter elements held here.
-        held_fraction: `held_parameters` over all of the model's.
+        held_fraction: Parameter elements held here over all of the model's.
         peak_memory_bytes: Highest memory of the process, or of its device where that is CUDA.
         load_s: Seconds from the start of loading to a model ready to run.
         generate_s: Seconds inside `generate`.
@@ -29,7 +28,6 @@ class RankCosts:
 
     rank: int
     read_bytes: int
-    held_parameters: int
     held_fraction: float
     peak_memory_bytes: int
     load_s: float
@@ -109,12 +107,12 @@ class Session:
         Comm:
             One `comm.exchange`.
         """
-        held, total = _num_parameters(self.model)
+        from plait.state import held_fraction
+
         own = RankCosts(
             rank=self.rank,
             read_bytes=self.read_bytes,
-            held_parameters=held,
-            held_fraction=held / total if total else 1.0,
+            held_fraction=held_fraction(self.model),
             peak_memory_bytes=peak_memory_bytes(self.model.device),
             load_s=round(self.load_s, 3),
             generate_s=round(self.generate_s, 3),
@@ -190,19 +188,9 @@ def peak_memory_bytes(device: Any) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _num_parameters(model: Any) -> tuple[int, int]:
-    """Parameter elements held here, and of the whole model; a tied one counts once."""
-    held = total = 0
-    for parameter in model.parameters():
-        total += parameter.numel()
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        held += local.numel()
-    return held, total
-
-
 def _checkpoint_bytes(path: str) -> int:
     """The size of the weight files of a model that one process reads; 0 for one from the hub."""
-    place = Path(path).expanduser()
+    place = Path(path)
     if place.is_file():
         return place.stat().st_size
     return sum(file.stat().st_size for file in place.glob("*.safetensors")) if place.exists() else 0
