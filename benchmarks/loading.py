@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from peers import READERS, llama_config, parameter_bytes, write_checkpoint
 
-from ranks import Ranks, Sample, memory_bytes, reset_peak, spread, table, timed
+from ranks import Ranks, Sample, memory_bytes, ratios, reset_peak, spread, table, timed
 
 CONTENDERS = ("plait", "transformers")
 
@@ -135,44 +135,47 @@ def load(reader: str, folder: str, ranks: int, *, warm: bool, watch: bool) -> li
         return group.ask("load", f"{folder}/model", watch)
 
 
+HEAD = (
+    "median (min–max)",
+    "from_pretrained, wall s",
+    "÷ transformers'",
+    "processor seconds ÷ transformers'",
+    "to the end of a first forward, wall s",
+    "÷ transformers'",
+    "own parameters, MB per rank",
+    "peak memory beyond them, MB per rank",
+    "of it not backed by files",
+    "read from a cold disk, MB, all ranks",
+)
+
+
 def report(
     rounds: dict[str, list[list[Load]]], watched: dict[str, list[Load]], cold: dict[str, list[Load]]
 ) -> str:
     """One line per contender."""
+    base = {what: _samples(rounds["transformers"], what) for what in ("returned", "ready")}
     rows = []
     for reader, loads in rounds.items():
-        cells = []
-        for what in ("returned", "ready"):
-            walls, base = _walls(loads, what), _walls(rounds["transformers"], what)
-            cells += [spread(walls), spread([a / b for a, b in zip(walls, base, strict=True)])]
-        extra = statistics.median(max(x.extra_bytes for x in group) for group in loads)
-        anonymous = max(x.extra_anonymous_bytes or 0 for x in watched[reader])
-        rows.append([
-            reader,
-            *cells,
-            f"{max(x.own_bytes for x in loads[0]) / 1e6:.0f}",
-            f"{extra / 1e6:.0f}",
-            f"{anonymous / 1e6:.0f}",
-            f"{sum(x.disk_bytes for x in cold[reader]) / 1e6:.0f}",
-        ])  # fmt: skip
-    return table(
-        [
-            "median (min–max)",
-            "from_pretrained, wall s",
-            "÷ transformers'",
-            "to the end of a first forward, wall s",
-            "÷ transformers'",
-            "own parameters, MB per rank",
-            "peak memory beyond them, MB per rank",
-            "of it not backed by files",
-            "read from a cold disk, MB, all ranks",
-        ],
-        rows,
-    )
+        returned, ready = _samples(loads, "returned"), _samples(loads, "ready")
+        numbers = (
+            max(x.own_bytes for x in loads[0]),
+            statistics.median(max(x.extra_bytes for x in group) for group in loads),
+            max(x.extra_anonymous_bytes or 0 for x in watched[reader]),
+            sum(x.disk_bytes for x in cold[reader]),
+        )
+        cells = [
+            spread([sample.wall_s for sample in returned]),
+            spread(ratios(returned, base["returned"], "wall_s")),
+            spread(ratios(returned, base["returned"], "cpu_s")),
+            spread([sample.wall_s for sample in ready]),
+            spread(ratios(ready, base["ready"], "wall_s")),
+        ]
+        rows.append([reader, *cells, *(f"{number / 1e6:.0f}" for number in numbers)])
+    return table(HEAD, rows)
 
 
-def _walls(loads: list[list[Load]], what: str) -> list[float]:
-    return [Sample.of_ranks([getattr(x, what) for x in group]).wall_s for group in loads]
+def _samples(loads: list[list[Load]], what: str) -> list[Sample]:
+    return [Sample.of_ranks([getattr(x, what) for x in group]) for group in loads]
 
 
 def main() -> None:

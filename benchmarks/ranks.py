@@ -188,6 +188,11 @@ def trim() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def ratios(samples: Sequence[Sample], base: Sequence[Sample], what: str) -> list[float]:
+    """`what` of each sample ÷ that of the base's sample of the same round."""
+    return [getattr(a, what) / getattr(b, what) for a, b in zip(samples, base, strict=True)]
+
+
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """`median (min–max)`."""
     low, middle, high = (f(values) for f in (min, statistics.median, max))

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from peers import READERS, llama_config, parameter_bytes, torch_tp, write_checkpoint
 
-from ranks import Ranks, Sample, memory_bytes, reset_peak, spread, table, timed, trim
+from ranks import Ranks, Sample, memory_bytes, ratios, reset_peak, spread, table, timed, trim
 
 PROMPT = 16
 PHASES = {
@@ -293,6 +293,7 @@ def report(results: Results, sizes: Sizes, ranks: int) -> str:
             peaks = {name: f"{peak / 1e6:.0f}" for name, peak in results.peak_bytes[phase].items()}
             title = f"… peak memory, MB per rank (one process: {peaks[BASE.title]})"
             rows.append(_row(title, peaks))
+    rows = [row for row in rows if set(row[1:]) != {"–"}]
     return table([f"{ranks} ranks, median (min–max)", *(c.title for c in COLUMNS)], rows)
 
 
@@ -303,14 +304,9 @@ def _row(title: str, cells: dict[str, str]) -> list[str]:
 def _ratios(
     samples: dict[str, list[Sample]], base: list[Sample] | None, what: str
 ) -> dict[str, str]:
-    """Each sample ÷ the base's of the same round."""
-    return {
-        name: spread(
-            [getattr(a, what) / getattr(b, what) for a, b in zip(found, base, strict=True)]
-        )
-        for name, found in samples.items()
-        if base
-    }
+    if base is None:
+        return {}
+    return {name: spread(ratios(found, base, what)) for name, found in samples.items()}
 
 
 def _middle_ms(samples: list[Sample]) -> float:
