@@ -128,7 +128,7 @@ def test_sizes_follow_from_a_plan_and_old_arguments_still_work(tmp_path: Path) -
         old = auto.from_pretrained(path, tp_plan="auto")
     assert old.tp_size == 2
     assert any("DistributedConfig" in str(w.message) for w in caught)
-    with pytest.raises(LayoutError, match="given twice"):
+    with pytest.raises(LayoutError, match=r"tp_plan=…, distributed_config=….*\n.*given twice"):
         auto.from_pretrained(path, tp_plan="auto", distributed_config=config())
 
 
@@ -187,17 +187,19 @@ def test_without_a_launcher_it_is_an_ordinary_model(tmp_path: Path) -> None:
 def test_what_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     path = saved("llama", tmp_path / "model")
     auto = plait.AutoModelForCausalLM
-    with pytest.raises(LayoutError, match="device_map"):
+    with pytest.raises(
+        LayoutError, match=r"device_map='auto', distributed_config=…\):\n.*both decide where"
+    ):
         auto.from_pretrained(path, device_map="auto", distributed_config=config())
-    with pytest.raises(LayoutError, match=r"tp 4 = 4.*WORLD_SIZE is 2|tp_size"):
+    with pytest.raises(LayoutError, match="tp 4 alone, but WORLD_SIZE is 2"):
         auto.from_pretrained(path, distributed_config=plait.DistributedConfig(tp_size=4))
-    with pytest.raises(LayoutError, match="sp_size"):
+    with pytest.raises(LayoutError, match=r"sp_size=2: sequence parallelism .* is not built"):
         auto.from_pretrained(path, distributed_config=plait.DistributedConfig(sp_size=2))
     for weights in path.glob("*.safetensors"):  # names are refused without a weight file at hand
         if torch.distributed.get_rank() == 0:
             weights.rename(weights.with_suffix(".away"))
     torch.distributed.barrier()
-    with pytest.raises(PlanError, match=r"layers\.\*\.mlp\.gate_proj"):
+    with pytest.raises(PlanError, match=r"layers\.\*\.mlp\.gate'.*layers\.\*\.mlp\.gate_proj"):
         auto.from_pretrained(
             path, distributed_config=config(tp_plan={"layers.*.mlp.gate": "colwise"})
         )
@@ -237,8 +239,6 @@ def test_a_saved_model_is_read_by_plain_transformers(name: str, tmp_path: Path) 
 
     with safe_open(path / "model.safetensors", "pt") as file:
         assert stored == set(file.keys()), "the names are those of the file it came from"
-    with pytest.raises(plait.WeightsError, match="state_dict"):
-        split.save_pretrained(tmp_path / "other", state_dict={"a": torch.zeros(1)})
 
 
 @pytest.mark.ranks(2)

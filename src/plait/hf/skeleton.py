@@ -276,7 +276,8 @@ def initialise_missing(
     """Give every tensor that no file holds the value that its model's own initialisation gives.
 
     Parameters are initialised whole and cut afterwards, so that every rank has its slice of the
-    same tensor. Buffers that are never stored (rotary tables) are computed.
+    same tensor; of tied ones the module initialises it that the others follow. Buffers that are
+    never stored (rotary tables) are computed.
 
     Args:
         model: The model, its stored tensors read.
@@ -285,7 +286,9 @@ def initialise_missing(
         cut: From the name of a parameter and its whole tensor to what this rank keeps.
     """
     todo = set(missing)
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+    params = dict(model.named_parameters(remove_duplicate=False))
+    leaders = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, tensor in [*params.items(), *model.named_buffers()]:
         tensor._is_hf_initialized = name not in todo and not tensor.is_meta
     fresh: dict[int, nn.Parameter] = {}
     places: list[tuple[str, nn.Module, str, int]] = []
@@ -295,10 +298,16 @@ def initialise_missing(
                 name = f"{owner}.{local_name}" if owner else local_name
                 if param is None or name not in todo:
                     continue
+                places.append((name, module, local_name, id(param)))
+                leader = leaders.get(name)
+                if leader in todo and params[leader] is param:
+                    aside: Any = nn.Parameter(torch.empty_like(param, device="meta"))
+                    aside._is_hf_initialized = True
+                    module._parameters[local_name] = aside
+                    continue
                 if id(param) not in fresh:
                     whole = torch.empty(param.shape, dtype=param.dtype, device=device)
                     fresh[id(param)] = nn.Parameter(whole, param.requires_grad)
-                places.append((name, module, local_name, id(param)))
                 module._parameters[local_name] = fresh[id(param)]
             for local_name, buffer in list(module._buffers.items()):
                 if buffer is not None and buffer.is_meta:

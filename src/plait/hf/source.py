@@ -136,8 +136,8 @@ def _cached(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
 
 def _files(
     path: str, hub: Mapping[str, Any], variant: str | None, safetensors: bool | None
-) -> Path:
-    """A directory, a weight file or an index; files of the hub are fetched into its cache."""
+) -> Path | list[Path]:
+    """A directory, weight files or an index; files of the hub are fetched into its cache."""
     local = os.path.isdir(path)
     if local and safetensors is None:
         return Path(path, hub.get("subfolder") or "")
@@ -156,9 +156,10 @@ def _files(
             looked_for.append(name)
             file = _cached(path, name, hub)
             if file is not None:
-                if not local and name.endswith(".json"):  # its files are fetched beside it
-                    get_checkpoint_shard_files(path, file, **hub)
-                return Path(file)
+                if not name.endswith(".json"):
+                    return Path(file)
+                parts, _ = get_checkpoint_shard_files(path, file, **hub)  # beside the index
+                return [Path(part) for part in parts] if variant else Path(file)
     chosen = "" if safetensors is None else f"use_safetensors={safetensors} reads only these, and "
     raise WeightsError(
         f"Reading the weights of {path!r}:",
