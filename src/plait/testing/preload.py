@@ -35,6 +35,14 @@ for _name in THIRD_PARTY:
     with contextlib.suppress(Exception):  # optional ones may be absent; a test says so itself
         importlib.import_module(_name)
 
+with contextlib.suppress(ImportError):
+    # Progress bars share a semaphore between processes, which a killed rank would leave behind.
+    import threading
+
+    import tqdm
+
+    tqdm.tqdm.set_lock(threading.RLock())
+
 # What is loaded so far never dies: keeping it out of the collector's sight makes the collections
 # between tests cheap and keeps the pages shared between the forked ranks.
 gc.collect()
