@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from plait import comm
+from plait.comm import control
 from plait.comm.group import group_of, transport_of
 from plait.errors import RankError
 from plait.testing import mutation, run_ranks
@@ -27,6 +28,10 @@ def raised(action, within_s=5.0):
         action()
     assert time.monotonic() - start < within_s
     return info.value
+
+
+def fail():
+    raise IndexError("index 7 is out of range")
 
 
 MISMATCHES = {
@@ -163,7 +168,9 @@ def test_more_than_one_axis():
         with pytest.raises(RankError, match="2 axes"):
             comm.all_reduce(torch.ones(3), mesh)
         # A group whose ranks do not exist has no link.
+        assert not comm.announce_failure(mesh["tp"], "before the first collective")
         assert not comm.is_linked(mesh["tp"])
+        assert not comm.announce_failure(mesh["tp"], "after it")
         assert comm.all_reduce(torch.ones(3), mesh["tp"]).shape == (3,)
     finally:
         dist.destroy_process_group()
@@ -173,19 +180,148 @@ def test_more_than_one_axis():
 def test_announced_failure(rank, world_size):
     mesh = one_axis()
     comm.exchange(0, mesh)
-    for turn in range(2):
-        time.sleep(0.3)  # all have left the exchange: an announcement would be heard in it too
+    for turn in range(4):
         if rank == 1:
-            time.sleep(0.3 * turn)  # the others wait already, or come later
-            comm.announce_failure(mesh, "the disk is full")
+            time.sleep(0.2 * (turn % 2))  # the others wait already, or come later
+            assert comm.announce_failure(mesh, "the disk is full")
         else:
-            time.sleep(0.3 * (1 - turn))
-            error = raised(lambda: comm.all_reduce(torch.ones(3), mesh), within_s=2)
+            time.sleep(0.2 * (1 - turn % 2))
+            error = raised(lambda: comm.all_reduce(torch.ones(3), mesh))
             assert "rank 1: the disk is full" in str(error)
             assert error.rank == 1
         # Heard once; the axis can be used again.
         assert comm.exchange(rank, mesh) == list(range(world_size))
         assert comm.is_linked(mesh)
+
+
+@pytest.mark.ranks(3)
+def test_a_failure_reaches_every_kind_of_collective(rank):
+    mesh = one_axis()
+    x = torch.ones(300_000)
+    actions = {
+        "exchange": lambda: comm.exchange(0, mesh),
+        "all_reduce": lambda: comm.all_reduce(x, mesh),
+        "all_gather": lambda: comm.all_gather(x, mesh, 0),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, mesh, 0),
+        "broadcast": lambda: comm.broadcast(x, mesh, 1),
+    }
+    names = sorted(actions)
+    for turn in range(len(names)):
+        comm.exchange(0, mesh)
+        if rank == 0:
+            comm.announce_failure(mesh, ValueError("too long"))
+        else:
+            name = names[(turn + rank) % len(names)]  # each in another one
+            error = raised(actions[name])
+            assert "rank 0: ValueError: too long" in str(error)
+            assert str(error).startswith(name)
+        assert comm.exchange(rank, mesh) == [0, 1, 2]
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_failure_of_all_ranks_alike(rank, world_size):
+    """All fail and all say so: each has its own error, and none hears of the others'."""
+    mesh = one_axis()
+    for turn in range(12):
+        assert comm.exchange(turn, mesh) == [turn] * world_size
+        assert comm.all_reduce(torch.ones(40_000), mesh).eq(world_size).all()
+        if turn % 3 == rank:
+            time.sleep(0.02)
+        for _ in range(turn % 3):  # the second time before anything else has been sent
+            with pytest.raises(IndexError), comm.announcing(mesh):
+                fail()
+    group_of(mesh).close()  # as before the first collective
+    dist.barrier()
+    with pytest.raises(IndexError), comm.announcing(mesh):
+        fail()
+    assert comm.exchange(rank, mesh) == list(range(world_size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_failure_announced_twice_is_one(rank, world_size):
+    mesh = one_axis()
+    comm.exchange(0, mesh)
+
+    def forward():
+        if rank == 0:
+            raise IndexError("7")
+        comm.all_reduce(torch.ones(3), mesh)
+
+    def step():
+        try:
+            with comm.announcing(mesh), comm.announcing(mesh):
+                forward()
+        except IndexError as error:
+            assert comm.announce_failure(mesh, error)
+            assert comm.announce_failure(None, "7, in other words")
+            with pytest.raises(RuntimeError), comm.announcing(mesh):
+                raise RuntimeError("failed") from error
+        except RankError as error:
+            assert "rank 0: IndexError: 7" in str(error)
+            # What a collective raised the others know.
+            assert comm.announce_failure(mesh, error)
+
+    for _ in range(3):
+        step()
+        assert comm.exchange(rank, mesh) == list(range(world_size))
+    # Mutation: not remembered, the others hear of it again.
+    with mutation.patched(control, "is_announced", lambda error: False):
+        step()
+    heard = 0
+    while True:
+        try:
+            comm.exchange(0, mesh)
+            break
+        except RankError:
+            heard += 1
+    assert sum(comm.exchange(heard, mesh)) > 0
+
+
+@pytest.mark.ranks(2, 3)
+def test_two_failures_are_heard_one_after_the_other(rank, world_size):
+    """The second comes before the link is made anew, where the others wait already."""
+    mesh = one_axis()
+    comm.exchange(0, mesh)
+    for turn in range(4):
+        for text in ("first", "second"):
+            if rank == 1:
+                time.sleep(0.1 * (turn % 2))
+                assert comm.announce_failure(mesh, text)
+            else:
+                error = raised(lambda: comm.all_reduce(torch.ones(3), mesh))
+                assert f"rank 1: {text}" in str(error)
+                assert error.rank == 1
+        assert comm.exchange(rank, mesh) == list(range(world_size))
+
+
+@pytest.mark.ranks(2)
+def test_without_a_link_an_announcement_does_nothing(rank, world_size):
+    mesh = one_axis()
+    comm.exchange(0, mesh)
+    with comm.through_torch(mesh):
+        assert not comm.announce_failure(mesh, "unheard")
+        with pytest.raises(IndexError), comm.announcing(mesh):
+            fail()
+        assert comm.all_reduce(torch.ones(3), mesh).eq(2).all()
+    assert comm.exchange(rank, mesh) == [0, 1]
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    assert comm.announce_failure(alone, "nobody to tell")
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_in_the_backward(rank):
+    mesh = one_axis()
+    comm.exchange(0, mesh)
+    x = torch.ones(3, requires_grad=True)
+    y = comm.copy_to(x * 1, mesh) * 2
+    if rank == 0:
+        y.register_hook(lambda grad: grad[7])
+        with pytest.raises(IndexError), comm.announcing(mesh):
+            y.sum().backward()
+    else:
+        error = raised(y.sum().backward)
+        assert "rank 0: IndexError" in str(error)
+    assert comm.exchange(rank, mesh) == [0, 1]
 
 
 @pytest.mark.ranks(3)

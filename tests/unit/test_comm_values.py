@@ -1,12 +1,17 @@
 """Parts of comm that need no ranks: sizes, headers, counts."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.comm import Count, Tally, chunk_sizes
+from plait.comm.announced import is_announced, mark_announced
 from plait.comm.link import headers, segment, waiting
+from plait.comm.link.meeting import Meeting
+from plait.errors import RankError
 from plait.testing import mutation
 
 
@@ -61,8 +66,6 @@ def test_every_dtype_has_a_code():
 
 
 def test_processes_that_live_and_die():
-    import os
-
     born = waiting.birth(os.getpid())
     assert born
     child = os.fork()
@@ -78,8 +81,6 @@ def test_processes_that_live_and_die():
 
 
 def test_a_segment_holds_what_is_written():
-    import os
-
     descriptor = segment.create(3)
     one, two = segment.Segment(descriptor, 3), segment.Segment(descriptor, 3)
     os.close(descriptor)
@@ -97,6 +98,89 @@ def test_a_segment_holds_what_is_written():
     assert two.read_header(2, 0) == [0] * segment.HEADER_WORDS
     with pytest.raises(AssertionError), mutation.patched(segment, "HEADER_WORDS", 63):
         assert two.read_header(2, 1)[: len(row)] == row
+
+
+def two_meetings(processes=None, timeout_s=30.0):
+    """Both ranks of a link, in one process."""
+    descriptor = segment.create(2)
+    me = (os.getpid(), waiting.birth(os.getpid()))
+    both = [
+        Meeting(segment.Segment(descriptor, 2), r, (0, 1), processes or [me, me], timeout_s)
+        for r in range(2)
+    ]
+    os.close(descriptor)
+    return both
+
+
+def test_a_process_number_that_is_used_again_is_not_the_rank():
+    pid, born = os.getpid(), waiting.birth(os.getpid())
+    head = headers.header("broadcast", torch.bool, (1,))
+
+    def check():
+        here, _ = two_meetings([(pid, born), (pid, born - 1)], timeout_s=0.5)
+        with pytest.raises(RankError, match="the process of rank 1 has ended") as info:
+            here.meet(head)
+        assert info.value.rank == 1
+        assert here.dead is info.value
+
+    check()
+    # Mutation: any process of that number will do.
+    with mutation.patched(Meeting, "_lives", lambda self, rank: bool(waiting.birth(pid))):
+        with pytest.raises(AssertionError, match="it is alive"):
+            check()
+
+
+def arrived(meeting, head):
+    """What a rank leaves behind that has written its part of a step and seen all the others."""
+    meeting._step += 1
+    base, parity = meeting.rank * segment.CONTROL_WORDS, meeting._step & 1
+    meeting.segment.write_header(meeting.rank, parity, head.row)
+    meeting.segment.words[base + segment.SIGNATURE + parity] = head.signature
+    meeting.segment.words[base + segment.STEP] = meeting._step
+
+
+def test_a_failure_after_a_step_leaves_the_step_alone():
+    """A peer that leaves a collective and fails at once does not fail it for those still in it."""
+    head = headers.header("broadcast", torch.bool, (1,))
+
+    def check(first_step=None):
+        here, peer = two_meetings()
+        arrived(peer, head)
+        peer.announce("no such index", first_step)
+        peer.announce("again", first_step)
+        here.meet(head)
+        assert not here.spent
+        with pytest.raises(RankError, match="rank 1: no such index"):
+            here.meet(head)
+        assert here.spent
+
+    check()
+    with pytest.raises(RankError):  # mutation: it ends the step that the peer has left
+        check(1)
+    # Unlike a failure, a difference between the ranks is about this step.
+    here, peer = two_meetings()
+    arrived(peer, headers.header("broadcast", torch.bool, (2,)))
+    peer.announce("no such index")
+    with pytest.raises(RankError, match="the ranks differ"):
+        here.meet(head)
+
+
+def test_errors_that_the_others_know():
+    error = IndexError("7")
+    assert not is_announced(error)
+    assert mark_announced(error) is error
+    assert is_announced(error)
+    try:
+        raise ValueError("8") from error
+    except ValueError as later:
+        assert is_announced(later)
+    try:
+        try:
+            raise error
+        except IndexError:
+            raise ValueError("9")  # noqa: B904
+    except ValueError as unrelated:
+        assert not is_announced(unrelated)
 
 
 def test_counts_compare_with_dicts():

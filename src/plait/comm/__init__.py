@@ -4,7 +4,15 @@ Raw collectives are in `raw`, their differentiable pairs in `pairs`, the bridge 
 parameters to local tensors in `parameters`, control messages in `control`, counting in `counting`.
 """
 
-from plait.comm.control import announce_failure, exchange, is_linked, set_timeout, through_torch
+from plait.comm.announced import mark_announced
+from plait.comm.control import (
+    announce_failure,
+    announcing,
+    exchange,
+    is_linked,
+    set_timeout,
+    through_torch,
+)
 from plait.comm.counting import Count, Tally, count
 from plait.comm.pairs import (
     copy_to,
@@ -25,6 +33,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "announce_failure",
+    "announcing",
     "broadcast",
     "chunk_sizes",
     "copy_to",
@@ -34,6 +43,7 @@ __all__ = [
     "gather_from",
     "is_linked",
     "local",
+    "mark_announced",
     "reduce_scatter",
     "scatter_sum",
     "set_timeout",

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from plait.comm.announced import mark_announced
 from plait.comm.group import Group, transport_of
 from plait.comm.sizes import chunk_sizes
 from plait.errors import RankError
@@ -75,4 +76,4 @@ def refused(group: Group, kind: str, x: Tensor, problems: list[str]) -> RankErro
     """The error for arguments that are wrong on this rank; the peers hear of it as well."""
     error = RankError(f"{kind} of {x.dtype} {tuple(x.shape)}", problems)
     transport_of(group).refuse(f"{error.asked}: {'; '.join(problems)}")
-    return error
+    return mark_announced(error)

@@ -1,11 +1,13 @@
 """Control between the ranks of an axis: small messages, failures, time limits."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.comm.announced import is_announced, mark_announced
 from plait.comm.group import announce, group_of, open_groups, transport_of
 from plait.comm.link.collectives import Link
 from plait.comm.torch_transport import TorchTransport
@@ -33,21 +35,53 @@ def exchange(obj: Any, mesh: DeviceMesh) -> list[Any]:
     return transport_of(group).exchange(obj)
 
 
-def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
+def announce_failure(mesh: DeviceMesh | None, failure: str | BaseException) -> bool:
     """Tell the other ranks of the axis that this one has failed and will not come.
 
     Those that wait for it in a collective, or come to one later, raise
-    [`RankError`][plait.errors.RankError] with the message instead of waiting. Each rank hears of it
-    once; a caller that recovers may use the axis again. torch.distributed offers no way to wake a
-    rank that waits, so this reaches the ranks of one host on the CPU only.
+    [`RankError`][plait.errors.RankError] with the message instead of waiting. Collectives that this
+    rank has left are not touched. Each rank hears of it once, ranks that announce failures of their
+    own do not hear of the others', and then the axis works again for all of them.
+
+    One exception is announced once, whoever announces it on its way up, and those that the others
+    know of (a RankError that a collective raised) not at all. Nothing waits here.
+    torch.distributed offers no way to wake a rank that waits, so this reaches the ranks of one host
+    on the CPU only; elsewhere it does nothing.
 
     Args:
         mesh: The axis, a 1-D mesh; None for every axis this process has talked on.
-        message: What happened.
+        failure: What happened. A text, in an `except` block, is about the exception handled there.
+
+    Returns:
+        Whether the other ranks will hear of it, or have.
     """
-    for group in open_groups() if mesh is None else [group_of(mesh)]:
-        if group.size > 1:
-            announce(group, message)
+    error = failure if isinstance(failure, BaseException) else sys.exception()
+    if error is not None and is_announced(error):
+        return True
+    text = failure if isinstance(failure, str) else f"{type(failure).__name__}: {failure}"
+    groups = open_groups() if mesh is None else [group_of(mesh)]
+    heard = [announce(group, text) for group in groups if group.size > 1]
+    if error is not None and heard and all(heard):
+        mark_announced(error)
+    return all(heard)
+
+
+@contextmanager
+def announcing(mesh: DeviceMesh) -> Iterator[None]:
+    """An exception that leaves this block is announced to the other ranks of the axis.
+
+    The forward of a split module does this by itself. A failure in the backward or in the optimizer
+    does not pass through the module: where it ends the process, the others find that out within a
+    second; where it is caught and the process goes on, they would wait, so put the step in here.
+
+    Args:
+        mesh: The axis, a 1-D mesh.
+    """
+    try:
+        yield
+    except BaseException as error:
+        announce_failure(mesh, error)
+        raise
 
 
 def set_timeout(mesh: DeviceMesh, seconds: float) -> float:

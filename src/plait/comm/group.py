@@ -143,9 +143,9 @@ def _make_transport(group: Group) -> Transport:
     return through_torch if link is None else link
 
 
-def announce(group: Group, message: str) -> None:
-    """Tell the other ranks of a group that this one has failed."""
-    if group.transport is not None:
-        group.transport.announce_failure(message)
-    elif group.device_type == "cpu":
-        rendezvous.announce(group.process_group, message)
+def announce(group: Group, message: str) -> bool:
+    """Tell the other ranks of a group that this one has failed; whether they will hear it."""
+    if group.transport is not None and not group.transport.spent:
+        return group.transport.announce_failure(message)
+    # No link yet, or none any more: the ranks meet next where a link is made.
+    return group.device_type == "cpu" and rendezvous.announce(group.process_group, message)

@@ -42,8 +42,11 @@ class _CopyTo(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
-        # Not a view of x in autograd's sense: a view would hold x, and x holds the border.
-        return x.detach()
+        # Not a view of x in autograd's sense: a view would hold x, and x holds the border. But a
+        # view of something: autograd then refuses to modify it in place. The modification would
+        # reach x's memory, and x's graph would not know.
+        same_memory = x.detach()
+        return same_memory.view_as(same_memory)
 
     @staticmethod
     @first_order
@@ -136,8 +139,12 @@ def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
         mesh: The axis, a 1-D mesh.
 
     Returns:
-        `x`'s values with `x`'s shape; `x` itself where no gradient is recorded. Do not modify it
-        in place.
+        `x`'s values with `x`'s shape, in `x`'s memory; `x` itself where no gradient is recorded.
+
+    Raises:
+        RuntimeError: Not here, but from torch, where a gradient is recorded and the result is
+            modified in place: the operation would change `x` without `x`'s graph knowing of it.
+            Give a module that modifies its input a copy.
 
     Comm:
         Forward nothing; backward one all-reduce of `x`'s bytes.

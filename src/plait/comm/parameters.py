@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from plait.comm import raw
 from plait.comm.once import first_order
+from plait.comm.ownership import counts_of_new, holders
 from plait.comm.pairs import copy_to
 from plait.errors import RankError
 
@@ -20,19 +21,29 @@ class _Local(Function):
         ctx.spec = param._spec
         ctx.strides = param._local_tensor.stride()
         ctx.sum_over = sum_over
+        ctx.counts_of_new = counts_of_new()
         # A new object: autograd writes its record into it, and _local_tensor must stay clean.
         return param._local_tensor.detach()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
+        # With the parameter's own strides autograd keeps this very tensor as .grad, and adds to it
+        # later.
+        is_new = type(grad) is Tensor and holders(grad) in ctx.counts_of_new
         if ctx.sum_over is not None:
-            grad = raw.all_reduce(grad, ctx.sum_over)
-        if grad.stride() != ctx.strides:
-            # With the parameter's own strides autograd keeps this very tensor as .grad.
-            grad = grad.new_empty_strided(grad.shape, ctx.strides).copy_(grad)
+            total = raw.all_reduce(grad, ctx.sum_over)
+            is_new = is_new or total is not grad
+            grad = total
+        if not is_new or grad.stride() != ctx.strides:
+            grad = _copied(grad, ctx.strides)
         # The gradient shares the parameter's description: DTensor never modifies one in place.
         return DTensor(grad, ctx.spec, requires_grad=False), None
+
+
+def _copied(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A gradient in memory of its own, laid out as the parameter."""
+    return grad.new_empty_strided(grad.shape, strides).copy_(grad)
 
 
 def local(

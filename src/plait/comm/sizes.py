@@ -1,6 +1,11 @@
 """How an extent is divided among ranks when nobody says otherwise."""
 
+from functools import lru_cache
 
+from plait.plan.intervals import even
+
+
+@lru_cache(maxsize=1024)
 def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
     """Extents of `torch.chunk` (and DTensor's `Shard`): ceil(extent / parts) first, the rest last.
 
@@ -11,5 +16,4 @@ def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
     Returns:
         One extent per rank; the last ones may be zero.
     """
-    step = -(-extent // parts)
-    return tuple(max(0, min(step, extent - step * r)) for r in range(parts))
+    return even((extent,), 0, parts).sizes

@@ -107,8 +107,9 @@ class TorchTransport:
                 raise self._failed("exchange of a control message", error) from error
         return objects
 
-    def announce_failure(self, message: str) -> None:
-        """Nothing to do: torch.distributed offers no way to wake a rank that waits."""
+    def announce_failure(self, message: str) -> bool:
+        """Nothing is done: torch.distributed offers no way to wake a rank that waits."""
+        return False
 
     def raise_if_final(self) -> None:
         """Nothing to do: this transport is never spent."""

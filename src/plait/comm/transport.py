@@ -37,8 +37,8 @@ class Transport(Protocol):
         """Every rank's object, in rank order."""
         ...
 
-    def announce_failure(self, message: str) -> None:
-        """Tell the ranks that wait, or will wait, for this one that it has failed."""
+    def announce_failure(self, message: str) -> bool:
+        """Tell the ranks that wait, or will wait, for this one that it has failed, if it can."""
         ...
 
     def raise_if_final(self) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from plait.errors import WeightsError
-from plait.plan.intervals import ParamLayout, even, whole
+from plait.errors import PlanError
+from plait.plan.intervals import ParamLayout, even, packed, whole
 
 
 @dataclass(frozen=True)
@@ -83,18 +84,31 @@ def slots_of(module: nn.Module) -> dict[str, Slot]:
 
 def layout_of_slot(name: str, slot: Slot, layouts: Mapping[str, ParamLayout]) -> ParamLayout:
     """Returns how a slot lies on the ranks: as `layouts` says, else as its DTensor is placed."""
-    if name in layouts:
-        return layouts[name]
-    x = slot.tensor
-    if not isinstance(x, DTensor):
-        return whole(tuple(x.shape))
-    cuts = [p for p in x.placements if isinstance(p, Shard)]
-    if len(x.placements) != 1 or len(cuts) != sum(not p.is_replicate() for p in x.placements):
-        raise WeightsError(
-            f"Find which slice of {name} this rank owns.",
-            f"its placements are {tuple(x.placements)}; only Shard or Replicate on one axis say",
-            "Give its layout.",
-        )
-    if not cuts:
-        return whole(tuple(x.shape))
-    return even(tuple(x.shape), cuts[0].dim, x.device_mesh.size())
+    return layouts[name] if name in layouts else layout_of_tensor(name, slot.tensor)
+
+
+def layout_of_tensor(name: str, x: Tensor) -> ParamLayout:
+    """Returns the index ranges that a tensor's placement on a one-axis mesh stands for.
+
+    Args:
+        name: For messages.
+        x: A DTensor, or a plain tensor (whole on every rank).
+
+    Raises:
+        PlanError: The placement is none of `Replicate`, `Shard`, `_StridedShard`, or there are
+            several, or a strided shard does not divide the tensor into equal parts.
+    """
+    shape = tuple(x.shape)
+    if not isinstance(x, DTensor) or all(p.is_replicate() for p in x.placements):
+        return whole(shape)
+    match x.placements:
+        case (_StridedShard(dim=dim, split_factor=parts),):
+            sections = (shape[dim] // parts,) * parts
+            return packed(shape, dim, x.device_mesh.size(), sections)
+        case (Shard(dim=dim),):
+            return even(shape, dim, x.device_mesh.size())
+    raise PlanError(
+        f"The placements {tuple(x.placements)} of {name!r}:",
+        "plait cannot tell which index ranges each rank holds",
+        ("use Shard(dim) or Replicate() on one axis", "give its layout"),
+    )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.comm.announced import mark_announced
 from plait.comm.link.headers import NUM_BYTES, SHAPE, Header, header
 from plait.comm.link.meeting import Meeting
 from plait.comm.transport import Op, Transport
@@ -240,7 +241,8 @@ class Link:
         """Raise again what was raised when a rank died: no new link can be made without it."""
         dead = self.meeting.dead
         if dead is not None:
-            raise RankError(dead.asked, dead.problems, dead.ways_out, dead.rank)
+            again = RankError(dead.asked, dead.problems, dead.ways_out, dead.rank)
+            raise mark_announced(again)
 
     def refuse(self, message: str) -> None:
         """Take part in the peers' next collective only to say that this rank cannot."""
@@ -251,9 +253,10 @@ class Link:
             if self.spent:
                 raise
 
-    def announce_failure(self, message: str) -> None:
+    def announce_failure(self, message: str) -> bool:
         """Tell the ranks that wait, or will wait, for this one that it has failed."""
         self.meeting.announce(message)
+        return True
 
     def set_timeout(self, seconds: float) -> None:
         """How long to wait for a rank that does not come."""

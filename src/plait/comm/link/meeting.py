@@ -14,6 +14,7 @@ step.
 import os
 import time
 
+from plait.comm.announced import mark_announced
 from plait.comm.link import waiting
 from plait.comm.link.headers import Header, describe
 from plait.comm.link.segment import (
@@ -94,8 +95,10 @@ class Meeting:
                 as_one = False
         if not as_one:
             # A peer may have given up waiting for this rank; or the ranks want different things.
-            self._raise_alarms(header)
-            raise self._mismatch(parity)
+            # Or a peer has left this step and failed after it, which ends the next one.
+            self._raise_alarms(step, header)
+            if any(words[peer + where] != signature for peer in self._peers):
+                raise self._mismatch(parity)
 
     def step(self, header: Header) -> None:
         """A further step of the collective: publish and wait for all."""
@@ -114,11 +117,19 @@ class Meeting:
         """The header of a rank in the step just met (its row is whole until the next step)."""
         return self.segment.read_header(rank, self._step & 1)
 
-    def announce(self, message: str) -> None:
-        """Tell the peers that this rank has failed."""
+    def announce(self, message: str, step: int | None = None) -> None:
+        """Tell the peers that this rank has failed.
+
+        Args:
+            message: What happened.
+            step: The first step the peers cannot count on. By default the one after the last: a
+                peer that is still on its way out of that one gets out, as this rank did.
+        """
+        if self.spent:
+            return
         self.spent = True
         self.segment.write_message(self.rank, message)
-        self._words[self._base + ALARM] = 1
+        self._words[self._base + ALARM] = self._step + 1 if step is None else step
         waiting.wake(self.segment.address + 8 * (self._base + STEP))
 
     def close(self) -> None:
@@ -129,21 +140,21 @@ class Meeting:
 
     def _wait(self, peer: int, step: int, header: Header) -> None:
         words = self._words
-        for _ in self._spins:
-            if words[peer] >= step:
-                return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if words[peer] >= step:
-                return
         try:
+            for _ in self._spins:
+                if words[peer] >= step:
+                    return
+            for _ in range(_YIELDS):
+                os.sched_yield()
+                if words[peer] >= step:
+                    return
             self._wait_long(peer, step, header)
         except RankError:
             raise
         except BaseException:
             # The wait was interrupted from outside; nobody can rely on this rank any more.
             me = self.global_ranks[self.rank]
-            self.announce(f"rank {me} was interrupted in {describe(header.row)}")
+            self.announce(f"rank {me} was interrupted in {describe(header.row)}", step)
             raise
 
     def _wait_long(self, peer: int, step: int, header: Header) -> None:
@@ -162,28 +173,35 @@ class Meeting:
                 return
             nap = min(nap * 1.5, 0.02)
             now = time.monotonic()
-            if any(words[other + ALARM] for other in self._peers) or now >= next_look:
+            if any(0 < words[other + ALARM] <= step for other in self._peers) or now >= next_look:
                 self._look_around(step, header, now - start)
                 next_look = now + _LOOK_AROUND_S
 
     def _look_around(self, step: int, header: Header, waited_s: float) -> None:
         """Raise if a peer has died, has announced a failure, or is not going to come."""
-        dead = [r for r in self._absent(step) if waiting.birth(self._processes[r][0]) is None]
+        # Process numbers are used again: one that was born at another time is not the rank.
+        dead = [r for r in self._absent(step) if not self._lives(r)]
         if dead:
-            raise self._death(dead, header)
-        self._raise_alarms(header)
+            raise self._death(dead, step, header)
+        self._raise_alarms(step, header)
         if waited_s > self.timeout_s:
             raise self._absence(step, header, waited_s)
 
-    def _raise_alarms(self, header: Header) -> None:
-        told = [r for r in range(self.size) if self._words[r * CONTROL_WORDS + ALARM]]
+    def _lives(self, rank: int) -> bool:
+        pid, born = self._processes[rank]
+        return waiting.birth(pid) == born
+
+    def _raise_alarms(self, step: int, header: Header) -> None:
+        """Raise what peers have announced that ends this step."""
+        alarms = [self._words[r * CONTROL_WORDS + ALARM] for r in range(self.size)]
+        told = [r for r, first in enumerate(alarms) if 0 < first <= step]
         if told:
             self.spent = True
-            raise RankError(
-                self._asked(header),
-                [f"rank {self.global_ranks[r]}: {self.segment.read_message(r)}" for r in told],
-                rank=self.global_ranks[told[0]],
-            )
+            problems = [
+                f"rank {self.global_ranks[r]}: {self.segment.read_message(r)}" for r in told
+            ]
+            rank = self.global_ranks[told[0]]
+            raise mark_announced(RankError(self._asked(header), problems, rank=rank))
 
     def _absent(self, step: int) -> list[int]:
         return [r for r in range(self.size) if self._words[r * CONTROL_WORDS + STEP] < step]
@@ -192,7 +210,7 @@ class Meeting:
         me = self.global_ranks[self.rank]
         return f"{describe(header.row)} among ranks {list(self.global_ranks)}, on rank {me}"
 
-    def _death(self, dead: list[int], header: Header) -> RankError:
+    def _death(self, dead: list[int], step: int, header: Header) -> RankError:
         names = ", ".join(str(self.global_ranks[r]) for r in dead)
         error = RankError(
             self._asked(header),
@@ -201,8 +219,8 @@ class Meeting:
             "(see the kernel's log)",
             rank=self.global_ranks[dead[0]],
         )
-        self.announce(f"gave up because the process of rank {names} has ended")
-        self.dead = error
+        self.announce(f"gave up because the process of rank {names} has ended", step)
+        self.dead = mark_announced(error)
         return error
 
     def _absence(self, step: int, header: Header, waited_s: float) -> RankError:
@@ -218,8 +236,8 @@ class Meeting:
             ),
             rank=self.global_ranks[absent[0]] if absent else None,
         )
-        self.announce(f"gave up waiting for rank {names} in {describe(header.row)}")
-        return error
+        self.announce(f"gave up waiting for rank {names} in {describe(header.row)}", step)
+        return mark_announced(error)
 
     def _mismatch(self, parity: int) -> RankError:
         rows = [self.segment.read_header(r, parity) for r in range(self.size)]
@@ -233,9 +251,10 @@ class Meeting:
             if row[0] == 0:
                 text = self.segment.read_message(r)
             problems.append(f"rank {self.global_ranks[r]}: {text}")
-        return RankError(
+        error = RankError(
             f"one collective among ranks {list(self.global_ranks)}, but the ranks differ",
             problems,
             "give every rank the same input shapes, dtypes and path through the program",
             rank=self.global_ranks[odd[0]],
         )
+        return mark_announced(error)

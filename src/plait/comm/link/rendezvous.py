@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from plait.comm.announced import mark_announced
 from plait.comm.link import segment, waiting
 from plait.comm.link.collectives import Link
 from plait.comm.link.meeting import Meeting
@@ -55,15 +56,12 @@ class _Store:
         asked = f"the first collective among ranks {list(self.global_ranks)}"
         told = [r for r in ranks if self.store.check([f"{self.prefix}/failed/{r}"])]
         if told:
-            raise RankError(
-                asked,
-                [
-                    f"rank {self.global_ranks[r]}: "
-                    f"{self.store.get(f'{self.prefix}/failed/{r}').decode()}"
-                    for r in told
-                ],
-                rank=self.global_ranks[told[0]],
-            )
+            problems = [
+                f"rank {self.global_ranks[r]}: "
+                f"{self.store.get(f'{self.prefix}/failed/{r}').decode()}"
+                for r in told
+            ]
+            raise mark_announced(RankError(asked, problems, rank=self.global_ranks[told[0]]))
         absent = [r for r, name in zip(ranks, keys, strict=True) if not self.store.check([name])]
         came = f"{self.prefix}/where"
         for r in absent:
@@ -71,15 +69,18 @@ class _Store:
                 pid, born = json.loads(self.store.get(f"{came}/{r}"))["process"]
                 if waiting.birth(pid) != born and _here(r, self.store, came, self.rank):
                     name = self.global_ranks[r]
-                    raise RankError(asked, f"the process of rank {name} has ended", rank=name)
+                    error = RankError(asked, f"the process of rank {name} has ended", rank=name)
+                    raise mark_announced(error)
         if absent and time.monotonic() > self.deadline:
-            names = [self.global_ranks[r] for r in absent]
-            raise RankError(
+            names = ", ".join(str(self.global_ranks[r]) for r in absent)
+            error = RankError(
                 asked,
-                f"rank {', '.join(map(str, names))} did not come within {self.timeout_s:g} s",
+                f"rank {names} did not come within {self.timeout_s:g} s",
                 "see what that rank is doing: ranks must take the same path through the program",
-                rank=names[0],
+                rank=self.global_ranks[absent[0]],
             )
+            self.put("failed", f"gave up waiting for rank {names}")
+            raise mark_announced(error)
 
 
 def _here(r: int, store: dist.Store, came: str, rank: int) -> bool:
@@ -122,6 +123,9 @@ def make_link(
     )
     try:
         return _make(meeting_place, timeout_s, other)
+    except KeyboardInterrupt:
+        meeting_place.put("failed", "was interrupted")
+        raise
     except dist.DistError as error:
         raise RankError(
             f"the first collective among ranks {list(global_ranks)}",
@@ -130,13 +134,18 @@ def make_link(
         ) from error
 
 
-def announce(process_group: dist.ProcessGroup, message: str) -> None:
+def announce(process_group: dist.ProcessGroup, message: str) -> bool:
     """Tell ranks that are making, or will make, the link of a group that this one failed."""
     store = _store_of(process_group)
-    if store is not None:
-        rank = process_group.rank()
+    if store is None:
+        return False
+    rank = process_group.rank()
+    try:
         turn = store.add(f"plait/link/made/{rank}", 1)
         store.set(f"plait/link/{turn}/failed/{rank}", message)
+    except dist.DistError:  # the process that holds the store is gone, and the ranks with it
+        return False
+    return True
 
 
 def _make(meeting_place: _Store, timeout_s: float, other: Transport) -> Link | None:

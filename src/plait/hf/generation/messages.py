@@ -1,4 +1,4 @@
-"""Small tagged messages between the ranks of a group, so that one rank's failure reaches all."""
+"""Small messages between the ranks of a group, so that one rank's failure reaches all."""
 
 import hashlib
 from typing import Any
@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait import comm
 from plait.errors import RankError
+from plait.weights.outcome import meet
 
-FAILED = "failed"
+_ASKED = "generate() on a split model needs every rank of the group at the same step."
 
 
 def global_ranks(mesh: DeviceMesh) -> list[int]:
@@ -34,42 +35,26 @@ def exchange(tag: str, content: Any, mesh: DeviceMesh) -> list[Any]:
     Comm:
         One `comm.exchange`.
     """
-    messages = comm.exchange((tag, content), mesh)
-    ranks = global_ranks(mesh)
-    for rank, (other_tag, other) in zip(ranks, messages, strict=True):
-        if other_tag == FAILED and tag != FAILED:
-            raise RankError(
-                "generate() on a split model needs every rank of the group.",
-                f"rank {rank} failed: {other}",
-                rank=rank,
-            )
-    tags = [message[0] for message in messages]
-    if tag != FAILED and len(set(tags)) > 1:
-        where = ", ".join(f"rank {rank}: {other}" for rank, other in zip(ranks, tags, strict=True))
-        raise RankError(
-            "generate() on a split model needs every rank of the group at the same step.",
-            f"the ranks are at different points ({where})",
-            "call generate() with the same arguments on all ranks of the group",
-        )
-    return [message[1] for message in messages]
+    return meet(mesh, tag, content, asked=_ASKED)
 
 
 def report_failure(error: BaseException, mesh: DeviceMesh) -> None:
     """Tells the other ranks of a CPU group that this one leaves `generate` with an error.
 
-    The others are in some other exchange (they read the report) or in a tensor collective (the
-    CPU link then refuses the mismatch on all ranks). A CUDA collective can't be interrupted that
-    way, and the report itself would wait for it: there the error just leaves this rank.
+    On the ranks of one host it is announced: whatever they wait in raises. Between hosts they read
+    it in the exchange they are in or come to. A CUDA collective can't be interrupted either way,
+    and a message would wait for it: there the error just leaves this rank.
 
     Comm:
-        One `comm.exchange` on a CPU mesh, none otherwise.
+        One `comm.exchange` on a CPU mesh without a link, none otherwise.
     """
-    if mesh.device_type != "cpu" or isinstance(error, RankError | KeyboardInterrupt | SystemExit):
+    if comm.announce_failure(mesh, error) or mesh.device_type != "cpu":
         return
-    try:
-        exchange(FAILED, f"{type(error).__name__}: {error}", mesh)
-    except RankError:
-        return  # the others know by now; the caller re-raises the error itself
+    if not isinstance(error, RankError | KeyboardInterrupt | SystemExit):
+        try:
+            meet(mesh, "failure", failure=error)
+        except (RankError, type(error)):
+            return  # the others know by now; the caller re-raises the error itself
 
 
 def digest(tensor: torch.Tensor) -> str:
