@@ -13,6 +13,7 @@ from plait.hf.conversion import revert, saved_names
 from plait.run import progress
 from plait.state import ParallelState, state_of
 from plait.weights import ModuleStore, save, together
+from plait.weights.outcome import meet
 
 ARRIVAL_S = 10.0
 """How long a rank waits in `save_pretrained` for the others to call it."""
@@ -98,11 +99,13 @@ def _meet(state: ParallelState, asked: str, refusal: WeightsError | None) -> Non
     mesh = state.tp_mesh
     before = comm.set_timeout(mesh, ARRIVAL_S)
     try:
-        told = comm.exchange(refusal and str(refusal), mesh)
+        meet(mesh, "save_pretrained", failure=refusal, asked=asked)
     except RankError as error:
-        if refusal is not None:
+        if refusal is not None:  # the caller's own mistake, whatever became of the others
             raise refusal from error
-        raise RankError(
+        if error.asked == asked:
+            raise
+        absent = RankError(
             asked,
             [error.asked, *error.problems],
             [
@@ -111,15 +114,10 @@ def _meet(state: ParallelState, asked: str, refusal: WeightsError | None) -> Non
                 f"{ARRIVAL_S:g} s: do it afterwards",
             ],
             rank=error.rank,
-        ) from error
+        )
+        raise comm.mark_announced(absent) from error
     finally:
         comm.set_timeout(mesh, before)
-    if refusal is not None:
-        raise refusal
-    ranks = mesh.mesh.flatten().tolist()
-    failed = [(rank, text) for rank, text in zip(ranks, told, strict=True) if text is not None]
-    if failed:
-        raise RankError(asked, [f"rank {r} failed: {t}" for r, t in failed], rank=failed[0][0])
 
 
 def _save(
