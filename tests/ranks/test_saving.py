@@ -139,3 +139,12 @@ def test_resizing_the_vocabulary_is_refused() -> None:
         assert "plait.parallelize" in str(caught.value)
     assert skeleton.refuse_resize(model) is model.get_input_embeddings()
     assert skeleton.refuse_resize(model, 96, mean_resizing=False) is model.get_input_embeddings()
+
+
+@pytest.mark.ranks(2)
+def test_resizing_embeddings_of_a_split_model_is_refused_by_name() -> None:
+    model = plait.parallelize(tiny.model("llama"))
+    with pytest.raises(plait.PlaitError, match="resize_token_embeddings"):
+        model.resize_token_embeddings(100)
+    with pytest.raises(plait.PlaitError, match="resize_token_embeddings"):
+        model.model.resize_token_embeddings(100)
