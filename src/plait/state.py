@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from plait.comm import all_gather
-from plait.errors import PlanError
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan
-from plait.plan.intervals import ParamLayout, even, packed, whole
+from plait.plan.intervals import ParamLayout
 from plait.weights.module_store import in_order
 
 STATE = "_plait"
@@ -52,34 +50,6 @@ def state_of(module: nn.Module) -> ParallelState | None:
     """The state that `parallelize` left on `module`, or None where it was not split."""
     state: ParallelState | None = module.__dict__.get(STATE)
     return state
-
-
-def layout_of(param: torch.Tensor, num_ranks: int, name: str) -> ParamLayout:
-    """The index ranges that a DTensor's placement on a one-axis mesh stands for.
-
-    Args:
-        param: A DTensor, or a plain tensor (whole on every rank).
-        num_ranks: Size of the axis.
-        name: For messages.
-
-    Raises:
-        PlanError: The placement is none of `Replicate`, `Shard`, `_StridedShard`.
-    """
-    shape = tuple(param.shape)
-    placement = param.placements[0] if isinstance(param, DTensor) else Replicate()
-    if isinstance(placement, _StridedShard):
-        parts = placement.split_factor
-        sections = (shape[placement.dim] // parts,) * parts
-        return packed(shape, placement.dim, num_ranks, sections)
-    if isinstance(placement, Shard):
-        return even(shape, placement.dim, num_ranks)
-    if isinstance(placement, Replicate):
-        return whole(shape)
-    raise PlanError(
-        f"The placement {placement} of parameter {name!r}:",
-        "plait cannot tell which index ranges each rank would read",
-        "use Shard(dim) or Replicate() in shard_param",
-    )
 
 
 def gather_whole(x_local: torch.Tensor, layout: ParamLayout, mesh: DeviceMesh) -> torch.Tensor:

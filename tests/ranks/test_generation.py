@@ -166,10 +166,12 @@ def test_mutation_with_a_clock_each_the_ranks_part(rank, world_size, monkeypatch
         "plait.hf.generation.binding.decide_at_rank_zero", lambda criteria, mesh: criteria
     )
     model = split_model(whole_model(), tp_mesh(world_size))
-    comm.set_timeout(model._plait_generation.mesh, 5)
+    mesh = model._plait_generation.mesh
+    before = comm.set_timeout(mesh, 5)
     _slow_clock(monkeypatch, rank)
     with pytest.raises(RankError):
         model.generate(**prompt(), max_new_tokens=6, max_time=50.0)
+    comm.set_timeout(mesh, before)
 
 
 @pytest.mark.ranks(2)

@@ -214,3 +214,7 @@ def test_saving_on_one_rank_only_says_so(saved, rank, tmp_path):
     finally:
         comm.set_timeout(mesh, before)
     assert not (tmp_path / "out").exists()
+    if rank == 1:
+        time.sleep(2.5)  # until rank 0 has given up
+        with pytest.raises(RankError, match="rank 0"):
+            comm.exchange(None, mesh)

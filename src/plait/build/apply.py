@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 from plait.errors import PlanError
 from plait.plan import Entry, Plan
 from plait.plan.intervals import ParamLayout
-from plait.state import LAYOUT, layout_of
+from plait.state import LAYOUT
 from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
 from plait.styles.containers import style_of_rest
 from plait.styles.layer import border_of
 from plait.styles.params import replicate
+from plait.weights.slots import layout_of_tensor
 
 
 def apply(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLayout]:
@@ -127,7 +128,7 @@ class _Cutter:
         self._keep_tied(before, part, name, full)
         after = part._parameters[name]
         if isinstance(after, DTensor):
-            self.layouts[full] = layout or layout_of(after, self.mesh.size(), full)
+            self.layouts[full] = layout or layout_of_tensor(full, after)
             if layout is not None:
                 after.__dict__[LAYOUT] = layout
 
@@ -137,7 +138,9 @@ class _Cutter:
             return
         replicate(part, name, self.mesh)
         self._keep_tied(before, part, name, full)
-        self.layouts[full] = layout_of(part._parameters[name], self.mesh.size(), full)  # type: ignore[arg-type]
+        after = part._parameters[name]
+        assert after is not None
+        self.layouts[full] = layout_of_tensor(full, after)
 
     def _keep_tied(self, before: nn.Parameter, part: nn.Module, name: str, full: str) -> None:
         after = part._parameters[name]

@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 from plait.comm import announce_failure
-from plait.errors import RankError
 from plait.state import state_of
 from plait.styles.layer import rebind
 
@@ -18,12 +17,10 @@ def _root_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if inner is not None:
             return inner(*args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
-    except RankError:
-        raise  # the others know
     except Exception as error:
         state = state_of(module)
         if state is not None:
-            announce_failure(state.tp_mesh, f"{type(error).__name__}: {error}")
+            announce_failure(state.tp_mesh, error)
         raise
 
 
