@@ -4,6 +4,7 @@ There is one record per process group, found through an attribute of the mesh. R
 are *group* ranks unless a name says `global`.
 """
 
+import atexit
 import collections
 from datetime import timedelta
 from typing import Any
@@ -112,6 +113,15 @@ def open_groups() -> list[Group]:
     """The groups that have been used."""
     _forget_destroyed()
     return list(_groups.values())
+
+
+@atexit.register
+def _let_go() -> None:
+    """Hold no process group into the shutdown of the interpreter, where its threads cannot end."""
+    for group in _groups.values():
+        group.close()
+        del group.process_group
+    _groups.clear()
 
 
 def _forget_destroyed() -> None:

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import datetime
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from plait.errors import LayoutError, RankError
@@ -20,6 +21,7 @@ TIMEOUT_S = 600.0
 """How long a collective waits for its peers. Ranks may differ by the time one of them needs to read
 its part of a large checkpoint from a slow disk; a rank that is gone is noticed by other means."""
 
+_LAST_WORDS_S = 0.05
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -70,6 +72,9 @@ def leave() -> None:
         return
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+    # gloo's threads may still be letting go of the tensors of the last collective, for which they
+    # need the interpreter; one that asks for it while it shuts down would abort the process.
+    time.sleep(_LAST_WORDS_S)
 
 
 def _join(found: "torch.device", place: environment.World, timeout_s: float) -> None:
