@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import logging
 import time
 from typing import Any
 
@@ -528,3 +529,16 @@ def test_styles_that_are_not_built_are_refused_by_name() -> None:
     for style in ("grouped_gemm", "ep_dispatch_experts", "mla_kv_a_proj"):
         with pytest.raises(PlanError, match="is not built yet"):
             split_copy(nn.Sequential(nn.Linear(4, 4)), {"0": style})
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_that_splits_little_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("plait"), "warning", lambda text, *rest: lines.append(text % rest)
+    )
+    plait.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(64, 64)), tp_plan={"0": "colwise"})
+    first = torch.distributed.get_rank() == 0
+    assert bool(lines) is first and all("100 %" in line for line in lines)
+    plait.parallelize(nn.Sequential(nn.Linear(64, 64)), tp_plan={"0": "colwise"})
+    assert len(lines) == int(first)

@@ -13,6 +13,7 @@
    save_pretrained(). Last, since they look at the finished borders.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Literal
 
@@ -30,8 +31,12 @@ from plait.hf.plans import missing_rules
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan, resolve
 from plait.run import environment, process_group
-from plait.state import STATE, ParallelState
+from plait.state import STATE, ParallelState, held_fraction
 from plait.styles import ALL_PARALLEL_STYLES
+
+_log = logging.getLogger("plait")
+_MOSTLY_WHOLE = 0.35
+"""A plan that leaves this much more than 1/n of the parameters on each rank is worth a warning."""
 
 TpPlan = Mapping[str, str] | Literal["auto"] | None
 
@@ -91,6 +96,14 @@ def parallelize(
         module.__dict__["tp_size"] = tp_mesh.size()
     if is_transformers_model(module):
         adapt(module, module.__dict__[STATE])
+    held = held_fraction(module)
+    if plan.rules and held > 1 / tp_mesh.size() + _MOSTLY_WHOLE and environment.world().rank == 0:
+        _log.warning(
+            "%s: each of %d ranks holds %.0f %% of the parameters: the plan splits little of it",
+            type(module).__name__,
+            tp_mesh.size(),
+            100 * held,
+        )
     return module
 
 
