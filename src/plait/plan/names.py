@@ -23,7 +23,3 @@ class ModelNames:
     tied: Mapping[str, str] = field(default_factory=dict)
     base_prefix: str = ""
     model: str = "the model"
-
-    def params_of(self, module: str) -> list[str]:
-        """Names of the parameters that `module` itself holds (not its children's)."""
-        return [name for name, owner in self.owners.items() if owner == module]

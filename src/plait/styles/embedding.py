@@ -94,17 +94,9 @@ class EmbeddingParallel(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Put the border around the forward."""
-        forward = _vocabulary_forward if self.shard_dim == 0 else _hidden_forward
-        return bind_forward(module, self, mesh, forward)
-
-
-def _hidden_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    border = border_of(module)
-    style, mesh = border.style, border.mesh
-    args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
-    with style.context_around_forward(module, mesh):
-        output = border.call(module, *args, **kwargs)
-    return style.transform_output_post_forward(module, output, mesh)
+        if self.shard_dim == 0:
+            return bind_forward(module, self, mesh, _vocabulary_forward)
+        return super().install_forward(module, mesh)
 
 
 def _vocabulary_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
