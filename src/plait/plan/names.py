@@ -15,6 +15,10 @@ class ModelNames:
         tied: Parameter name → the first name of the same tensor, for every name but the first.
         base_prefix: Submodule that a plan may be relative to (`"model"`), or `""`.
         model: What to call the model in messages.
+        facts: Module name → its public integer attributes (`num_heads`, `head_dim`, …; booleans as
+            0 and 1). The integers of a module's config are there as `config.NAME`, under the first
+            module that has this config. Under `""` stand the integers of the model's config under
+            their own names, those of nested configs as `text_config.NAME`.
     """
 
     modules: Mapping[str, str]
@@ -23,3 +27,4 @@ class ModelNames:
     tied: Mapping[str, str] = field(default_factory=dict)
     base_prefix: str = ""
     model: str = "the model"
+    facts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
