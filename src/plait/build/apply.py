@@ -13,8 +13,11 @@ from plait.plan import Entry, Plan
 from plait.plan.intervals import ParamLayout
 from plait.state import LAYOUT
 from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
+from plait.styles.attention import localize
 from plait.styles.containers import style_of_rest
+from plait.styles.heads import set_cut
 from plait.styles.layer import border_of
+from plait.styles.mla import ROPE_DIM
 from plait.styles.params import replicate
 from plait.weights.slots import layout_of_tensor
 
@@ -42,6 +45,11 @@ def apply(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLay
 
 
 def _apply(modules: dict[str, nn.Module], plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLayout]:
+    for name, found in plan.cuts.items():
+        owner, key = (name, "") if name in modules else name.rsplit(".", 1)
+        set_cut(modules[owner], key, found, mesh)
+    for name, size in plan.rope_dims.items():
+        modules[name].__dict__[ROPE_DIM] = size
     cut = _Cutter(mesh)
     by_module: dict[str, TensorParallelLayer] = {}
     single: list[tuple[Entry, TensorParallelLayer, nn.Module, str]] = []
@@ -62,6 +70,8 @@ def _apply(modules: dict[str, nn.Module], plan: Plan, mesh: DeviceMesh) -> dict[
         rest = by_module.get(owner) or style_of_rest(part, owner, modules, by_module)
         if rest is not None:
             rest.install_forward(part, mesh)
+    for name, attention in plan.attention.items():
+        localize(modules[name], attention, mesh)
     for _, style, part, name in single:
         if name in style.param_grads(part) and "_plait_border" in part.__dict__:
             border_of(part).grads[name] = style.param_grads(part)[name]

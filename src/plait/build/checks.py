@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.build.apply import work
 from plait.errors import LayoutError, PlanError
-from plait.plan import Plan
+from plait.plan import Plan, roles
+from plait.plan.tied import CUT_DIM
 
 
 def check(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -38,11 +39,17 @@ def check(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     _check_heads(modules, plan, mesh.size())
 
 
+_WHOLE_OUTPUT = frozenset(CUT_DIM) - {"colwise"}
+"""Styles whose modules hand on whole tensors, whatever they cut."""
+
+
 def _check_heads(modules: Mapping[str, nn.Module], plan: Plan, num_ranks: int) -> None:
     problems: dict[str, None] = {}
     counts: set[int] = set()
     for entry in plan.entries:
-        if entry.kind != "module" or entry.style != "colwise" or "." not in entry.name:
+        if entry.kind != "module" or entry.name in plan.cuts or "." not in entry.name:
+            continue
+        if roles.role(entry.name, "") not in ("q", "k", "v") or entry.style in _WHOLE_OUTPUT:
             continue
         parent = modules[entry.name.rpartition(".")[0]]
         head_dim = getattr(parent, "head_dim", None)

@@ -30,6 +30,7 @@ from plait.hf.adapt import adapt, is_transformers_model
 from plait.hf.plans import missing_rules
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan, resolve
+from plait.plan.attention import with_heads
 from plait.run import environment, process_group
 from plait.state import STATE, ParallelState, held_fraction
 from plait.styles import ALL_PARALLEL_STYLES
@@ -168,7 +169,8 @@ def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> P
                 "tp_size=1",
             ],
         )
-    return resolve(names, own, rules, list(ALL_PARALLEL_STYLES))
+    plan = resolve(names, own, rules, list(ALL_PARALLEL_STYLES))
+    return with_heads(plan, names, num_ranks)
 
 
 def _default_config(device_mesh: DeviceMesh | None) -> ParallelismConfig:

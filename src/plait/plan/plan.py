@@ -2,11 +2,13 @@
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
 from plait.errors import PlanError
+from plait.plan.cuts import Cut
+from plait.plan.heads import Attention, HeadMap
 from plait.plan.names import ModelNames
 from plait.plan.rules import full_pattern, generalize, matches, merge, specificity
 from plait.plan.tied import TiedUse, agree
@@ -22,14 +24,15 @@ class Entry:
             `"param"`: the style cuts this parameter only.
         style: Name in the registry of styles.
         rule: The pattern that decided it.
-        origin: `"model"` (its shipped plan), `"user"`, or `"tied"` (follows a tied weight).
+        origin: `"model"` (its shipped plan), `"user"`, `"derived"` (found from the model's
+            structure), or `"tied"` (follows a tied weight).
     """
 
     name: str
     kind: Literal["module", "param"]
     style: str
     rule: str
-    origin: Literal["model", "user", "tied"]
+    origin: Literal["model", "user", "tied", "derived"]
 
 
 class PlanRules(dict[str, str]):
@@ -49,10 +52,24 @@ class Plan:
     Attributes:
         entries: One per module or parameter that a rule names, in model order.
         rules: The merged rules they came from.
+        attention: Module name → heads, for every attention that is split; empty until the number of
+            ranks is known ([`with_heads`][plait.plan.attention.with_heads]).
+        cuts: Entry name → how its split dimension lies on the ranks, where that is made of heads.
+        rope_dims: Entry name → features of the rotary key, for multi-head latent attention.
+        whole: Pattern → why this part stays whole on every rank, where the plan was derived.
     """
 
     entries: tuple[Entry, ...]
     rules: PlanRules
+    attention: Mapping[str, Attention] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    rope_dims: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def heads(self) -> dict[str, HeadMap]:
+        """Attention module → which rank has which heads."""
+        return {name: found.heads for name, found in self.attention.items()}
 
     def by_style(self) -> dict[str, list[str]]:
         """Style → the names that have it."""

@@ -2,10 +2,13 @@
 
 from plait.styles.embedding import EmbeddingParallel
 from plait.styles.experts import MoeExpertsParallel, MoeIdentityParallel
+from plait.styles.heads import HeadEmbedding, HeadParams
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.linear import ColwiseParallel, RowwiseParallel
+from plait.styles.mla import MlaKvAProjParallel
 from plait.styles.packed import PackedColwiseParallel, PackedRowwiseParallel
 from plait.styles.registry import ALL_PARALLEL_STYLES, ParallelInterface
+from plait.styles.statistics import SplitNorm, SplitStatistics
 from plait.styles.whole import (
     AllReduceParallel,
     LocalParamsParallel,
@@ -19,7 +22,10 @@ __all__ = [
     "AllReduceParallel",
     "ColwiseParallel",
     "EmbeddingParallel",
+    "HeadEmbedding",
+    "HeadParams",
     "LocalParamsParallel",
+    "MlaKvAProjParallel",
     "MoeExpertsParallel",
     "MoeIdentityParallel",
     "PackedColwiseParallel",
@@ -29,5 +35,7 @@ __all__ = [
     "ReplicatedWithGradAllReduce",
     "RowwiseParallel",
     "SequenceParallel",
+    "SplitNorm",
+    "SplitStatistics",
     "TensorParallelLayer",
 ]

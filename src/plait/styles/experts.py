@@ -109,7 +109,6 @@ def _is_late_bias(name: str) -> bool:
 ALL_PARALLEL_STYLES.register("moe_tp_experts", MoeExpertsParallel())
 ALL_PARALLEL_STYLES.register("moe_identity_expert", MoeIdentityParallel())
 for _name, _feature in {
-    "mla_kv_a_proj": "splitting multi-head latent attention",
     "grouped_gemm": "expert parallelism",
     "ep_router": "expert parallelism",
     "ep_dispatch_experts": "expert parallelism",

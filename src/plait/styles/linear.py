@@ -10,6 +10,9 @@ weight, the second multiplies the split result by its rows and sums.
 | `rowwise` | `Shard(1)` | whole | split on the last dim | whole |
 | `rowwise_split_input` | `Shard(1)` | whole | whole | whole |
 
+The weight of a `Conv1D` of transformers is `[in, out]`, and its dims change places. Features that
+are heads of an attention are cut on head borders ([`heads`][plait.styles.heads]).
+
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3:
 Y = GeLU(X [A₁ A₂]), Z = Y₁ B₁ + Y₂ B₂.
 """
@@ -34,12 +37,15 @@ from plait.comm import (
     sum_from,
 )
 from plait.errors import PlanError
+from plait.plan.intervals import ParamLayout
+from plait.plan.roles import FUSED
 from plait.styles.activations import (
     as_dtensor,
     leave_split_features,
     to_replicate,
     uneven_sizes,
 )
+from plait.styles.heads import cut_layout, cut_of, place_features, rearranged
 from plait.styles.layer import (
     Args,
     Kwargs,
@@ -49,7 +55,7 @@ from plait.styles.layer import (
     first_input,
     hooks_are,
 )
-from plait.styles.params import LocalParams, place
+from plait.styles.params import LocalParams, needed_param, place
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
 
@@ -92,11 +98,16 @@ class ColwiseParallel(TensorParallelLayer):
         """Refuse a parameter without a dim of output features."""
         _validate_dims(module, param, parameter_name, "colwise")
 
+    def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
+        """The features of the rank's own heads, where they are no ordinary shard."""
+        tensor = module._parameters.get(param)
+        return None if tensor is None else cut_layout(module, param, out_dim(module, tensor))
+
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Cut the output features."""
         tensor = module._parameters.get(param)
         if tensor is not None:
-            place(module, param, mesh, Shard(max(tensor.ndim - 2, 0)))
+            place_features(module, param, mesh, out_dim(module, tensor))
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         """Always: the matmul runs on local tensors."""
@@ -113,20 +124,25 @@ class ColwiseParallel(TensorParallelLayer):
         self, module: nn.Module, output: Any, mesh: DeviceMesh
     ) -> Any:
         """Gather the output features, or leave them split."""
-        width = getattr(module, "out_features", None)
-        out_features = width if isinstance(width, int) else None
+        cut = cut_of(module)
+        if cut is not None and cut.places is not None:
+            output = rearranged(output, -1, cut.places)
+        out_features = features(module)[0]
         return leave_split_features(
             output, out_features, self.output_layouts, self.use_local_output, mesh
         )
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Put the border around the forward; a plain `nn.Linear` gets one fused function."""
-        plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
         simple = isinstance(self.input_layouts, Replicate) and self.use_local_output
-        if plain and simple and hooks_are(self, ColwiseParallel):
-            if self.output_layouts == Shard(-1):
+        if simple and hooks_are(self, ColwiseParallel):
+            cut, split = cut_of(module), self.output_layouts == Shard(-1)
+            plain = cut is None or not (cut.cut.is_shared or cut.cut.is_padded)
+            if _has_own_forward(module) and split and not (plain and _is_linear(module)):
+                return bind_forward(module, self, mesh, _colwise_heads)
+            if _is_linear(module) and split:
                 return bind_forward(module, self, mesh, _colwise_linear)
-            if isinstance(self.output_layouts, Replicate):
+            if _is_linear(module) and isinstance(self.output_layouts, Replicate):
                 return bind_forward(module, self, mesh, _colwise_gather_linear)
         return super().install_forward(module, mesh)
 
@@ -175,11 +191,22 @@ class RowwiseParallel(TensorParallelLayer):
         """Refuse a parameter without a dim of input features."""
         _validate_dims(module, param, parameter_name, "rowwise")
 
+    def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
+        """The features of the rank's own heads, where they are no ordinary shard."""
+        tensor = module._parameters.get(param)
+        if tensor is None or tensor.ndim < 2:
+            return None
+        return cut_layout(module, param, in_dim(module, tensor))
+
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Cut the input features; leave the bias whole."""
         tensor = module._parameters.get(param)
-        if tensor is not None:
-            place(module, param, mesh, Shard(tensor.ndim - 1) if tensor.ndim > 1 else Replicate())
+        if tensor is None:
+            return
+        if tensor.ndim > 1:
+            place_features(module, param, mesh, in_dim(module, tensor))
+        else:
+            place(module, param, mesh, Replicate())
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         """Always: the matmul runs on local tensors."""
@@ -196,8 +223,11 @@ class RowwiseParallel(TensorParallelLayer):
         x, put = first_input(module, args, kwargs)
         if isinstance(x, DTensor):
             return put(x.redistribute(placements=[Shard(x.ndim - 1)]).to_local())
+        cut = cut_of(module)
         if isinstance(self.input_layouts, Replicate):
             return put(split_to(x, mesh, dim=-1))
+        if cut is not None and cut.real is not None:
+            return put(rearranged(x, -1, cut.real))
         return args, kwargs
 
     def transform_output_post_forward(
@@ -227,13 +257,16 @@ class RowwiseParallel(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Put the border around the forward; a plain `nn.Linear` gets one fused function."""
-        plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
         simple = isinstance(self.output_layouts, Replicate) and self.use_local_output
-        if plain and simple and hooks_are(self, RowwiseParallel):
-            split = isinstance(self.input_layouts, Replicate)
-            return bind_forward(
-                module, self, mesh, _rowwise_split_linear if split else _rowwise_linear
-            )
+        if simple and hooks_are(self, RowwiseParallel):
+            cut, split = cut_of(module), isinstance(self.input_layouts, Replicate)
+            plain = cut is None or not cut.cut.is_padded
+            if _has_own_forward(module) and not split and not (plain and _is_linear(module)):
+                return bind_forward(module, self, mesh, _rowwise_heads)
+            if _is_linear(module):
+                return bind_forward(
+                    module, self, mesh, _rowwise_split_linear if split else _rowwise_linear
+                )
         return super().install_forward(module, mesh)
 
 
@@ -252,20 +285,21 @@ class _WithoutBias(LocalParams):
                 self.saved.append((name, param))
         for name, param in self.saved:
             if name != "bias":
-                self.params[name] = local(param, self.mode(name))  # type: ignore[assignment]
+                self.params[name] = self.local(name, param)  # type: ignore[assignment]
 
 
 def _validate_linear(module: nn.Module, style: str, name: str) -> None:
     weight = module._parameters.get("weight")
-    features = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    width = features(module)
+    expected = width[::-1] if _is_conv1d(module) else width
     kind = type(module).__name__
     problem = None
-    if weight is None or features == (None, None):
+    if weight is None or width == (None, None):
         problem = f"{kind} is not a linear layer with a weight [out_features, in_features]"
-    elif tuple(weight.shape) != features or not weight.is_floating_point():
+    elif tuple(weight.shape) != expected or not weight.is_floating_point():
         problem = (
             f"the weight of this {kind} is {tuple(weight.shape)} of {weight.dtype}, not "
-            f"{features} of floats: quantized weights cannot be split yet"
+            f"{expected} of floats: quantized weights cannot be split yet"
         )
     elif type(weight.data) not in (torch.Tensor, nn.Parameter):
         problem = f"the weight is a {type(weight.data).__name__}, which cannot be split yet"
@@ -275,6 +309,40 @@ def _validate_linear(module: nn.Module, style: str, name: str) -> None:
             problem,
             ["name the linear layers inside it", "give it the style 'replicate'"],
         )
+
+
+def features(module: nn.Module) -> tuple[int | None, int | None]:
+    """Output and input features of a linear layer, where it tells them."""
+    if _is_conv1d(module):
+        return module.nf, module.nx  # type: ignore[return-value]
+    out, into = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return out if isinstance(out, int) else None, into if isinstance(into, int) else None
+
+
+def out_dim(module: nn.Module, tensor: torch.Tensor) -> int:
+    """The dim of output features of one parameter."""
+    if _is_conv1d(module):
+        return tensor.ndim - 1
+    return max(tensor.ndim - 2, 0)
+
+
+def in_dim(module: nn.Module, tensor: torch.Tensor) -> int:
+    """The dim of input features of a weight."""
+    return 0 if _is_conv1d(module) else tensor.ndim - 1
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether this is the linear layer of GPT-2 and its kin, whose weight is `[in, out]`."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether the forwards below say all that the module's own does."""
+    return _is_linear(module) or (_is_conv1d(module) and "forward" not in module.__dict__)
 
 
 def _validate_dims(module: nn.Module, param: str, parameter_name: str | None, style: str) -> None:
@@ -337,9 +405,67 @@ def _rowwise_split_linear(module: nn.Module, input: torch.Tensor) -> torch.Tenso
     return _rowwise_linear(module, input)
 
 
+def _product(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight if _is_conv1d(module) else F.linear(x, weight)
+
+
+def _colwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    mesh, cut = border_of(module).mesh, cut_of(module)
+    if isinstance(input, DTensor):
+        x = to_replicate(input, Replicate(), mesh)
+    else:
+        x = copy_to(input, mesh)
+    weight, bias = _weight_and_bias(module)
+    output = _product(module, x, needed_param(module, "weight", local(weight)))
+    if bias is not None:
+        output = output + needed_param(module, "bias", local(bias))
+    if cut is None or cut.places is None:
+        return output
+    return rearranged(output, -1, cut.places)
+
+
+def _rowwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    weight, bias = _weight_and_bias(module)
+    mesh, cut = border_of(module).mesh, cut_of(module)
+    if isinstance(input, DTensor):
+        input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
+    elif cut is not None and cut.real is not None:
+        input = rearranged(input, -1, cut.real)
+    output = sum_from(_product(module, input, local(weight)), mesh, fresh=True)
+    return output if bias is None else output + local(bias).to(output.dtype)
+
+
 _gathered = ColwiseParallel(output_layouts=Replicate())
 _sliced = RowwiseParallel(input_layouts=Replicate())
+
+
+class HeadsColwiseParallel(ColwiseParallel):
+    """A colwise layer of several projections in one weight; each rank has those of its heads.
+
+    The name under which it is registered says how the projections lie in the output features:
+
+    | name | output features |
+    |---|---|
+    | `colwise_qkv` | all query heads, all key heads, all value heads |
+    | `colwise_qkv_per_head` | of each head: query, key, value |
+    | `colwise_qkv_per_group` | of each key/value head: its query heads, the key, the value |
+    | `colwise_kv` | all key heads, all value heads |
+    | `colwise_kv_per_head` | of each key/value head: key, value |
+
+    Comm:
+        As `colwise`.
+    """
+
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Refuse a parameter without a dim of output features."""
+        _validate_dims(module, param, parameter_name, "colwise_qkv")
+
+
 ALL_PARALLEL_STYLES.register("colwise", ColwiseParallel())
+for _name in FUSED:
+    ALL_PARALLEL_STYLES.register(_name, HeadsColwiseParallel())
 ALL_PARALLEL_STYLES.register("colwise_gather_output", _gathered)
 ALL_PARALLEL_STYLES.register("colwise_rep", _gathered)
 ALL_PARALLEL_STYLES.register("rowwise", RowwiseParallel())

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from plait.comm import local
 
 GradMode = Literal["own", "sum"]
 """A rank's gradient of a parameter is its own (whole, or of its shard), or one term of a sum."""
+
+CUTS = "_plait_cut"  # on a module: how its parameters are cut on the borders of heads
 
 
 def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -55,6 +57,22 @@ def replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
     set_param(module, name, whole, like=param)
 
 
+def needed_param(module: nn.Module, name: str, x_owned: torch.Tensor) -> torch.Tensor:
+    """What a rank's forward works on of one parameter, from the local tensor that it stores.
+
+    Comm:
+        As [`RankCut.needed`][plait.styles.heads.RankCut.needed].
+    """
+    cuts: dict[str, Any] | None = module.__dict__.get(CUTS)
+    if cuts is None:
+        return x_owned
+    found = cuts.get(name, cuts.get(""))
+    if found is None or name not in found.dims:
+        return x_owned
+    needed: torch.Tensor = found.needed(x_owned, found.dims[name], key=name)
+    return needed
+
+
 class LocalParams:
     """Context in which a module's DTensor parameters are plain local tensors.
 
@@ -68,9 +86,10 @@ class LocalParams:
         Backward: one all-reduce for each parameter whose mode is `"sum"`.
     """
 
-    __slots__ = ("grads", "params", "saved")
+    __slots__ = ("grads", "module", "params", "saved")
 
     def __init__(self, module: nn.Module, grads: Mapping[str, GradMode] | None = None) -> None:
+        self.module = module
         self.params = module._parameters
         self.grads = grads
         self.saved: list[tuple[str, nn.Parameter]] = []
@@ -81,7 +100,11 @@ class LocalParams:
             if isinstance(param, DTensor):
                 self.saved.append((name, param))
         for name, param in self.saved:
-            params[name] = local(param, self.mode(name))  # type: ignore[assignment]
+            params[name] = self.local(name, param)  # type: ignore[assignment]
+
+    def local(self, name: str, param: torch.Tensor) -> torch.Tensor:
+        """What the forward sees of one parameter."""
+        return needed_param(self.module, name, local(param, self.mode(name)))
 
     def mode(self, name: str) -> GradMode:
         """The gradient mode of a parameter."""

@@ -1,0 +1,94 @@
+"""What the parts of an attention are called, in the names that models use."""
+
+FUSED = {
+    "colwise_qkv": "qkv",
+    "colwise_qkv_per_head": "qkv",
+    "colwise_qkv_per_group": "qkv",
+    "colwise_kv": "kv",
+    "colwise_kv_per_head": "kv",
+}
+"""Styles of fused projections → their role."""
+
+HEAD_STYLES = frozenset(
+    {"colwise", "rowwise", "head_params", "head_embedding", "split_norm", *FUSED}
+)
+"""Styles that cut a dimension on the borders of heads, where it is made of heads."""
+
+NUM_HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "num_q_heads",
+    "heads",
+    "nhead",
+    "decoder_attention_heads",
+)
+NUM_KV_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "num_kv",
+    "kv_heads",
+    "num_query_groups",
+    "num_key_value_groups_total",
+)
+HEAD_DIM = (
+    "head_dim",
+    "attention_head_size",
+    "head_size",
+    "dim_head",
+    "key_value_proj_dim",
+    "d_kv",
+    "kv_channels",
+    "d_head",
+    "dim_per_head",
+)
+
+_QUERY = frozenset(
+    {
+        "q_proj", "query", "q_lin", "q", "Wq", "wq", "q_b_proj", "query_proj", "to_q", "linear_q",
+        "q_up_proj", "queries", "q_a_proj_b", "query_layer", "wq_b", "q_linear",
+    }
+)  # fmt: skip
+_KEY = frozenset(
+    {"k_proj", "key", "k_lin", "k", "Wk", "wk", "key_proj", "to_k", "linear_k", "keys", "k_linear",
+     "key_layer"}
+)  # fmt: skip
+_VALUE = frozenset(
+    {"v_proj", "value", "v_lin", "v", "Wv", "wv", "value_proj", "to_v", "linear_v", "values",
+     "v_linear", "value_layer"}
+)  # fmt: skip
+_KEY_NORMS = (
+    "k_norm",
+    "key_norm",
+    "k_layernorm",
+    "key_layernorm",
+    "k_ln",
+    "norm_k",
+    "ln_k",
+    "k_layer_norm",
+)
+
+
+def role(name: str, style: str) -> str:
+    """`"q"`, `"k"`, `"v"`, `"qkv"`, `"kv"`, `"kv_b"`, `"o"`, or `"heads"`: one entry per query head."""
+    last = name.rpartition(".")[2]
+    if style in FUSED:
+        return FUSED[style]
+    if style == "rowwise":
+        return "o"
+    if last in _QUERY:
+        return "q"
+    if last in _KEY or any(norm in name for norm in _KEY_NORMS):
+        return "k"
+    if last in _VALUE:
+        return "v"
+    if last in ("kv_b_proj", "kv_up_proj"):
+        return "kv_b"
+    return "heads"
+
+
+def is_query(name: str, style: str) -> bool:
+    """Whether an entry is a query projection, or a fused one that holds it."""
+    return role(name, style) in ("q", "qkv") and style not in ("rowwise", "split_norm")

@@ -1,0 +1,312 @@
+"""Parameters and activations cut on the borders of heads, as one rank uses them.
+
+A rank stores the features of its own heads. Of a key/value head that several ranks need each of
+them stores a part, and the parts are gathered when the head is used: forward one all-gather of
+these rows, backward one reduce-scatter of their gradient, so the gradient of every element is
+summed once and lies where the element lies. Without gradients the gathered rows are kept until the
+parameter changes.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from plait.comm import gather_copy
+from plait.errors import PlanError
+from plait.plan.cuts import Cut
+from plait.plan.intervals import ParamLayout, Pieces, joined, length, taken
+from plait.styles.layer import TensorParallelLayer
+from plait.styles.params import CUTS, LocalParams, place, set_param
+from plait.styles.registry import ALL_PARALLEL_STYLES
+
+
+def rearranged(x: torch.Tensor, dim: int, pieces: Pieces) -> torch.Tensor:
+    """The ranges `pieces` of `x` along `dim`, one after another; some may repeat.
+
+    Args:
+        x: Any tensor.
+        dim: The dim.
+        pieces: Half-open ranges along it.
+    """
+    borders = sorted({0, x.shape[dim]} | {at for piece in pieces for at in piece})
+    sizes = [b - a for a, b in zip(borders, borders[1:], strict=False)]
+    parts = dict(zip(borders, x.split(sizes, dim=dim), strict=False))
+    found = [part for a, b in pieces for at, part in parts.items() if a <= at < b]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=dim)
+
+
+class RankCut:
+    """A [`Cut`][plait.plan.cuts.Cut] as one rank uses it; it lives on the module.
+
+    Attributes:
+        cut: The cut.
+        mesh: The axis.
+        places: What the rank's attention sees, as ranges of the rank's features, or None.
+        real: The inverse, or None.
+        dims: Parameter name → the dim of it that is cut.
+    """
+
+    __slots__ = ("_kept", "_own", "_sizes", "_wanted", "cut", "dims", "mesh", "places", "real")
+
+    def __init__(self, cut: Cut, mesh: DeviceMesh) -> None:
+        rank = mesh.get_local_rank()
+        self.cut, self.mesh = cut, mesh
+        self.places, self.real = cut.places[rank], cut.real[rank]
+        self.dims: dict[str, int] = {}
+        self._kept: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._own: Pieces = ()
+        self._wanted: list[tuple[bool, int, int]] = []
+        self._sizes: tuple[int, ...] = ()
+        if cut.is_shared:
+            self._prepare(rank)
+
+    def _prepare(self, rank: int) -> None:
+        """Where each range that the rank needs is found: in its own rows or in the gathered ones."""
+        cut = self.cut
+        ends = [
+            at for ranks in (cut.need, cut.owned) for pieces in ranks for p in pieces for at in p
+        ]
+        borders = sorted({0, cut.size, *ends})
+        where: dict[int, tuple[int, int, int | None]] = {}
+        sizes, gathered = [], 0
+        for owner, pieces in enumerate(cut.owned):
+            position, before = 0, gathered
+            own = []
+            for start, stop in _elementary(pieces, borders):
+                users = sum(_holds(needed, start) for needed in cut.need)
+                where[start] = (owner, position, gathered if users > 1 else None)
+                if users > 1:
+                    own.append((position, position + stop - start))
+                    gathered += stop - start
+                position += stop - start
+            sizes.append(gathered - before)
+            if owner == rank:
+                self._own = tuple(own)
+        self._sizes = tuple(sizes)
+        for start, stop in _elementary(cut.need[rank], borders):
+            owner, position, shared = where[start]
+            mine = owner == rank
+            at = position if mine else shared
+            assert at is not None
+            self._wanted.append((mine, at, at + stop - start))
+
+    def needed(self, x_owned: torch.Tensor, dim: int, key: str = "") -> torch.Tensor:
+        """The features that this rank works on, from those that it stores.
+
+        Args:
+            x_owned: The rank's own tensor.
+            dim: The dim that is cut.
+            key: Name under which a result without gradient is kept.
+
+        Comm:
+            Nothing where no head is shared. Otherwise forward one all-gather of the shared rows,
+            backward one reduce-scatter of their gradient.
+        """
+        if not self.cut.is_shared:
+            return x_owned
+        keep = not torch.compiler.is_compiling() and not (
+            (torch.is_grad_enabled() and x_owned.requires_grad) or x_owned.is_inference()
+        )
+        if keep:
+            known = self._kept.get(key)
+            if known is not None and known[0] is x_owned and known[1] == x_owned._version:
+                return known[2]
+        if self._own:
+            shared = rearranged(x_owned, dim, self._own)
+        else:
+            shared = x_owned.narrow(dim, 0, 0)
+        gathered = gather_copy(shared.contiguous(), self.mesh, dim, self._sizes)
+        parts = [
+            (x_owned if mine else gathered).narrow(dim, a, b - a) for mine, a, b in self._wanted
+        ]
+        found = torch.cat(parts, dim=dim)
+        if keep:
+            self._kept[key] = (x_owned, x_owned._version, found)
+        return found
+
+    @property
+    def seen_size(self) -> int:
+        """Features that the rank's attention sees."""
+        need = self.cut.need[self.mesh.get_local_rank()]
+        return length(need if self.places is None else self.places)
+
+    @property
+    def counted(self) -> Pieces | None:
+        """Ranges of the features seen that a sum over all ranks takes from this one; None: all."""
+        if self.places is None and not self.cut.is_shared:
+            return None
+        rank = self.mesh.get_local_rank()
+        need, owned = self.cut.need[rank], self.cut.owned[rank]
+        seen = taken(need, self.places) if self.places is not None else need
+        found, position, met = [], 0, set()
+        for start, stop in _elementary(seen, sorted({at for p in (*seen, *owned) for at in p})):
+            if start not in met and _holds(owned, start):
+                met.add(start)
+                found.append((position, position + stop - start))
+            position += stop - start
+        return joined(found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RankCut":
+        copied = RankCut(self.cut, self.mesh)
+        copied.dims = dict(self.dims)
+        return copied
+
+
+def _elementary(pieces: Pieces, borders: list[int]) -> list[tuple[int, int]]:
+    found = []
+    for a, b in pieces:
+        inside = [at for at in borders if a <= at <= b]
+        found += list(zip(inside, inside[1:], strict=False))
+    return found
+
+
+def _holds(pieces: Pieces, at: int) -> bool:
+    return any(a <= at < b for a, b in pieces)
+
+
+def set_cut(module: nn.Module, name: str, cut: Cut, mesh: DeviceMesh) -> None:
+    """Tell a module that a dim of its parameter `name` (`""`: of all of them) is made of heads."""
+    module.__dict__.setdefault(CUTS, {})[name] = RankCut(cut, mesh)
+
+
+def cut_of(module: nn.Module, name: str = "") -> RankCut | None:
+    """What `set_cut` left for a parameter of `module`."""
+    cuts: dict[str, RankCut] | None = module.__dict__.get(CUTS)
+    return None if cuts is None else cuts.get(name, cuts.get(""))
+
+
+def cut_layout(module: nn.Module, name: str, dim: int) -> ParamLayout | None:
+    """The ranges that each rank stores of a parameter, where they are no ordinary shard."""
+    tensor, found = module._parameters.get(name), cut_of(module, name)
+    if tensor is None or found is None or found.cut.is_even:
+        return None
+    return found.cut.layout(tuple(tensor.shape), dim)
+
+
+def place_layout(module: nn.Module, name: str, mesh: DeviceMesh, layout: ParamLayout) -> None:
+    """Replace one parameter by a DTensor of which this rank holds its pieces of `layout`.
+
+    torch has no placement for pieces of unequal size: the DTensor is a `Shard` in rank order, and
+    the layout that is recorded with it says where each piece belongs.
+    """
+    tensor = module._parameters.get(name)
+    if tensor is None:
+        return
+    assert layout.dim is not None
+    with torch.no_grad():
+        pieces = layout.pieces[mesh.get_local_rank()]
+        source = tensor.detach()
+        rows = [source.narrow(layout.dim, a, b - a) for a, b in pieces]
+        local = torch.cat(rows, dim=layout.dim) if rows else source.narrow(layout.dim, 0, 0)
+        assert local.shape[layout.dim] == length(pieces)
+        placed = DTensor.from_local(
+            local,
+            mesh,
+            [Shard(layout.dim)],
+            run_check=False,
+            shape=tensor.shape,
+            stride=source.contiguous().stride() if source.is_contiguous() else tensor.stride(),
+        )
+    set_param(module, name, placed, like=tensor)
+
+
+def place_features(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Cut one parameter along `dim`: on the borders of its heads, or evenly where it has none."""
+    layout, found = cut_layout(module, name, dim), cut_of(module, name)
+    if found is not None:
+        found.dims[name] = dim
+    if layout is None:
+        place(module, name, mesh, Shard(dim))
+    else:
+        place_layout(module, name, mesh, layout)
+
+
+class PlacedParams(LocalParams):
+    """Local parameters with an entry for every place that the rank's attention computes."""
+
+    __slots__ = ()
+
+    def local(self, name: str, param: torch.Tensor) -> torch.Tensor:
+        """The rank's part, with entries repeated where the attention computes a head twice."""
+        x, cut = super().local(name, param), cut_of(self.module, name)
+        if cut is None or cut.places is None or name not in cut.dims:
+            return x
+        return rearranged(x, cut.dims[name], cut.places)
+
+
+class HeadParams(TensorParallelLayer):
+    """Parameters with one entry, or one row, for every head: sinks, slopes, norms of each head.
+
+    On a module it cuts all of the module's own parameters along dim 0 (or along the first dim that
+    is the number of heads), and the module's forward sees those of this rank's heads. On a single
+    parameter it cuts this one.
+
+    Comm:
+        None, except for heads that several ranks share: forward one all-gather of their entries,
+        backward one reduce-scatter.
+    """
+
+    def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
+        """The entries of the rank's own heads, where they are no ordinary shard."""
+        return cut_layout(module, param, self._dim(module, param))
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Cut the dim of heads."""
+        if module._parameters.get(param) is not None:
+            place_features(module, param, mesh, self._dim(module, param))
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """Always."""
+        return True
+
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        """Local parameters, an entry for every place."""
+        return PlacedParams(module, self.grads_of(module))
+
+    @staticmethod
+    def _dim(module: nn.Module, param: str) -> int:
+        tensor, cut = module._parameters.get(param), cut_of(module, param)
+        if tensor is None or cut is None:
+            return 0
+        return next((d for d, size in enumerate(tensor.shape) if size == cut.cut.size), 0)
+
+
+class HeadEmbedding(TensorParallelLayer):
+    """An embedding with one column for every head (a table of relative position biases).
+
+    Each rank holds the columns of its heads; the output stays split.
+
+    Comm: none.
+    """
+
+    def validate(self, module: nn.Module, mesh: DeviceMesh, name: str) -> None:
+        """Refuse what is no embedding."""
+        if not isinstance(module, nn.Embedding):
+            raise PlanError(
+                f"Style 'head_embedding' on {name!r}:",
+                f"{type(module).__name__} is not an nn.Embedding",
+                "give it the style 'replicate'",
+            )
+
+    def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
+        """The columns of the rank's own heads."""
+        return cut_layout(module, param, 1)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Cut the columns."""
+        place_features(module, param, mesh, 1)
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """Always."""
+        return True
+
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        """Local parameters, a column for every place."""
+        return PlacedParams(module, self.grads_of(module))
+
+
+ALL_PARALLEL_STYLES.register("head_params", HeadParams())
+ALL_PARALLEL_STYLES.register("head_embedding", HeadEmbedding())
