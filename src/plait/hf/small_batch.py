@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.hf import small_pictures as pictures
+
 _FIRST_TOKEN = 10
 """Ordinary tokens begin here; the first few are often special."""
 
@@ -38,19 +40,39 @@ def example_batch(
     text = config.get_text_config(decoder=True)
     vocab = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 64))
     ids = _tokens(vocab, (batch, length), draw)
-    made: dict[str, Any] = {"input_ids": ids}
+    made = pictures.inputs(model, batch, draw)
+    made["input_ids"] = ids = _with_pictures(model, ids, made, batch)
+    picture = pictures.token(config)
+    if "mm_token_type_ids" in takes:
+        made["mm_token_type_ids"] = (ids == picture).long()
+    if "token_type_ids" in takes and "pixel_values" in made:
+        made["token_type_ids"] = (ids == picture).long()
     if padding and "attention_mask" in takes:
         mask = torch.ones_like(ids)
         mask[-1, :2] = 0
         made["attention_mask"] = mask
     if "labels" in takes:
-        labels = ids
+        labels = ids.masked_fill(ids == picture, -100) if picture is not None else ids
         if getattr(config, "is_encoder_decoder", False):
             labels = _tokens(vocab, (batch, length - 1), draw)
         elif "attention_mask" in made:
-            labels = ids.masked_fill(made["attention_mask"] == 0, -100)
+            labels = labels.masked_fill(made["attention_mask"] == 0, -100)
         made["labels"] = labels
     return made
+
+
+def _with_pictures(
+    model: nn.Module, ids: torch.Tensor, made: dict[str, Any], batch: int
+) -> torch.Tensor:
+    """The ids with as many tokens of the picture after the third as the picture has."""
+    picture = pictures.token(model.config)
+    if picture is None or not made:
+        return ids
+    count = pictures.tokens_per_picture(model, made, batch)
+    start = getattr(model.config, "vision_start_token_id", None)
+    before = [torch.full((batch, 1), start)] if isinstance(start, int) else []
+    tokens = torch.full((batch, count), picture)
+    return torch.cat([ids[:, :3], *before, tokens, ids[:, 3:]], dim=1)
 
 
 def _tokens(vocab: int, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""Pictures and sounds of an example batch, and how many tokens of text they stand for."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+_TOKEN_FIELDS = ("image_token_id", "image_token_index", "image_patch_id")
+_SIDE = 4
+"""Patches along each side of a picture."""
+
+
+def inputs(model: nn.Module, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    """Arguments with one random picture per sequence; none for a model that takes none."""
+    takes = inspect.signature(model.forward).parameters
+    config: Any = model.config
+    special = _OWN.get(config.model_type)
+    if special is not None:
+        made = special(config, batch, draw)
+    elif "image_grid_thw" in takes:
+        made = _patches_in_a_grid(config, batch, draw)
+    elif "pixel_values" in takes:
+        made = _whole_pictures(config, batch, draw)
+        if "image_sizes" in takes and hasattr(config, "vision_config"):
+            side = made["pixel_values"].shape[-1]
+            made["image_sizes"] = torch.tensor([[side, side]] * batch)
+    else:
+        made = {}
+    dtype = next(model.parameters()).dtype
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
+
+
+def token(config: Any) -> int | None:
+    """The token that stands for a piece of a picture."""
+    for name in _TOKEN_FIELDS:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+@torch.no_grad()
+def tokens_per_picture(model: nn.Module, made: dict[str, Any], batch: int) -> int:
+    """How many tokens one picture becomes, as the model's own vision part says."""
+    owner: Any = model
+    if not hasattr(owner, "get_image_features"):
+        owner = getattr(model, "model", model)
+    if not hasattr(owner, "get_image_features"):
+        return 0
+    takes = inspect.signature(owner.get_image_features).parameters
+    found = owner.get_image_features(**{k: v for k, v in made.items() if k in takes})
+    for name in ("pooler_output", "image_embeds", "last_hidden_state"):
+        if getattr(found, name, None) is not None:
+            found = getattr(found, name)
+            break
+    return _rows(found) // batch
+
+
+def _rows(features: Any) -> int:
+    if isinstance(features, torch.Tensor):
+        return features.numel() // max(1, features.shape[-1])
+    return sum(_rows(one) for one in features)
+
+
+def _vision(config: Any) -> Any:
+    for name in ("vision_config", "encoder", "vision", "vq_config"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return config
+
+
+def _number(config: Any, *names: str, default: int) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and value:
+            value = value[0]
+        if isinstance(value, int):
+            return value
+    return default
+
+
+def _whole_pictures(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    vision = _vision(config)
+    side = _number(vision, "image_size", "resolution", default=16)
+    channels = _number(vision, "num_channels", "in_channels", default=3)
+    return {"pixel_values": torch.randn(batch, channels, side, side, generator=draw)}
+
+
+def _several_pictures(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    made = _whole_pictures(config, batch, draw)
+    return {"pixel_values": made["pixel_values"].unsqueeze(1)}
+
+
+def _tiles(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    one = _whole_pictures(config, batch, draw)["pixel_values"]
+    other = torch.randn(one.shape, generator=draw)
+    side = one.shape[-1]
+    return {
+        "pixel_values": torch.stack([one, other], dim=1),
+        "image_sizes": torch.tensor([[side, side]] * batch),
+    }
+
+
+def _patches_in_a_grid(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    vision = _vision(config)
+    patch = _number(vision, "patch_size", default=4)
+    frames = _number(vision, "temporal_patch_size", "patch_temporal", default=1)
+    channels = _number(vision, "in_channels", "in_chans", "num_channels", default=3)
+    rows = batch * _SIDE * _SIDE
+    width = channels * frames * patch * patch
+    return {
+        "pixel_values": torch.randn(rows, width, generator=draw),
+        "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]] * batch),
+    }
+
+
+def _patches_as_pictures(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    made = _patches_in_a_grid(config, batch, draw)
+    patch = _number(_vision(config), "patch_size", default=4)
+    made["pixel_values"] = made["pixel_values"].view(len(made["pixel_values"]), -1, patch, patch)
+    return made
+
+
+_OWN: dict[str, Any] = {
+    "idefics2": _several_pictures,
+    "idefics3": _several_pictures,
+    "smolvlm": _several_pictures,
+    "llava_next": _tiles,
+    "llava_next_video": _tiles,
+    "llava_onevision": _tiles,
+    "kimi_k25": _patches_as_pictures,
+}
