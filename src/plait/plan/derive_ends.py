@@ -1,0 +1,72 @@
+"""Embeddings and output heads of a model that ships no plan."""
+
+from plait.plan import derive_names as known
+from plait.plan.derive_tree import Found, Layer, Tree, last, parent
+
+_MANY_ROWS = 1000
+
+
+def ends(tree: Tree, found: Found) -> None:
+    """Decide about every embedding and every head over a vocabulary."""
+    sizes = _vocabularies(tree)
+    tied = _tied(tree)
+    for name, kind in tree.names.modules.items():
+        if kind == "Embedding" and name not in found.styles:
+            _embedding(tree, name, sizes, name in tied, found)
+    for name in tree.names.modules:
+        layer = tree.layer(name)
+        if layer is not None and layer.name == name and name not in found.seen:
+            _head(tree, layer, sizes, tied, found)
+    for name, kind in tree.names.modules.items():
+        if known.HEAD_PARTS.search(kind):  # as in BERT: only called, so it can be gathered
+            free = [x for x in tree.layers(name) if x.name not in found.seen]
+            found.gathered([x for x in free if x.role == "dense"], None)
+
+
+def _vocabularies(tree: Tree) -> set[int]:
+    """Every size that a config calls a vocabulary."""
+    found = set()
+    for facts in tree.names.facts.values():
+        for key, value in facts.items():
+            if "vocab" in key and "type" not in key and value > 2:
+                found.add(value)
+    return found
+
+
+def _tied(tree: Tree) -> set[str]:
+    """Modules that share a weight with another one."""
+    owners = tree.names.owners
+    found = set()
+    for name, first in tree.names.tied.items():
+        if last(name) == "weight":
+            found |= {owners[name], owners[first]}
+    return found
+
+
+def _embedding(tree: Tree, name: str, sizes: set[int], tied: bool, found: Found) -> None:
+    shape = tree.own_params.get(name, {}).get("weight", ())
+    if len(shape) != 2:
+        return
+    leaf, above = last(name), tree.kind(parent(name))
+    if any(tree.has_params(child) for child in tree.children.get(name, ())):
+        found.reasons[name] = "it has parts of its own that need the whole row"
+    elif above in known.EMBEDDING_READERS:
+        found.reasons[name] = f"{above} reads its weight itself"
+    elif leaf in known.TOKENS or shape[0] in sizes or (tied and not known.POSITIONS.search(leaf)):
+        found.styles[name] = "embedding_rowwise"
+    elif known.POSITIONS.search(leaf) or shape[0] < _MANY_ROWS:
+        found.reasons[name] = "positions, types and other small tables stay whole"
+    else:
+        found.styles[name] = "embedding_rowwise"
+
+
+def _head(tree: Tree, layer: Layer, sizes: set[int], tied: set[str], found: Found) -> None:
+    above = tree.kind(parent(layer.name))
+    if layer.name not in tied and layer.width not in sizes:
+        return
+    if layer.name not in tied and layer.role not in known.HEADS and layer.width < _MANY_ROWS:
+        return
+    if above in known.HEAD_READERS:
+        found.whole(layer, f"{above} reads its weight itself")
+    else:
+        found.style(layer, "colwise_gather_output")
