@@ -122,6 +122,8 @@ class RankCut:
         parts = [
             (x_owned if mine else gathered).narrow(dim, a, b - a) for mine, a, b in self._wanted
         ]
+        # Nothing of the gathered rows, so that every rank takes part in the backward.
+        parts.append(gathered.narrow(dim, 0, 0))
         found = torch.cat(parts, dim=dim)
         if keep:
             self._kept[key] = (x_owned, x_owned._version, found)
