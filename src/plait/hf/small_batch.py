@@ -41,12 +41,24 @@ def example_batch(
     vocab = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 64))
     ids = _tokens(vocab, (batch, length), draw)
     made = pictures.inputs(model, batch, draw)
-    made["input_ids"] = ids = _with_pictures(model, ids, made, batch)
+    ids, made = _with_pictures(model, ids, made, batch)
+    made["input_ids"] = ids
     picture = pictures.token(config)
     if "mm_token_type_ids" in takes:
-        made["mm_token_type_ids"] = (ids == picture).long()
+        made["mm_token_type_ids"] = (ids == (-1 if picture is None else picture)).long()
+    if "image_attention_mask" in takes and "pixel_values" in made:
+        made["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
+    if "bbox" in takes:
+        made["bbox"] = torch.rand(*ids.shape, 4, generator=draw, dtype=torch.float64).sort(-1)[0]
+    if "image_embeds_position_mask" in takes and "pixel_values" in made:
+        mask = torch.zeros_like(ids)
+        mask[:, 1 : 1 + config.latent_query_num] = 1
+        made["image_embeds_position_mask"] = mask
+    if "cross_attention_mask" in takes and "aspect_ratio_mask" in made:
+        tiles = made["aspect_ratio_mask"].shape[-1]
+        made["cross_attention_mask"] = torch.ones(*ids.shape, 1, tiles, dtype=torch.long)
     if "token_type_ids" in takes and "pixel_values" in made:
-        made["token_type_ids"] = (ids == picture).long()
+        made["token_type_ids"] = (ids == (-1 if picture is None else picture)).long()
     if padding and "attention_mask" in takes:
         mask = torch.ones_like(ids)
         mask[-1, :2] = 0
@@ -54,7 +66,7 @@ def example_batch(
     if "labels" in takes:
         labels = ids.masked_fill(ids == picture, -100) if picture is not None else ids
         if getattr(config, "is_encoder_decoder", False):
-            labels = _tokens(vocab, (batch, length - 1), draw)
+            labels = _tokens(vocab, (batch, length), draw)
         elif "attention_mask" in made:
             labels = labels.masked_fill(made["attention_mask"] == 0, -100)
         made["labels"] = labels
@@ -63,16 +75,24 @@ def example_batch(
 
 def _with_pictures(
     model: nn.Module, ids: torch.Tensor, made: dict[str, Any], batch: int
-) -> torch.Tensor:
-    """The ids with as many tokens of the picture after the third as the picture has."""
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The ids with as many tokens of the picture after the third as the picture has.
+
+    A model whose vision part does not take the pictures made here gets text alone.
+    """
     picture = pictures.token(model.config)
-    if picture is None or not made:
-        return ids
-    count = pictures.tokens_per_picture(model, made, batch)
+    if not made:
+        return ids, made
+    try:
+        count = pictures.tokens_per_picture(model, made, batch)
+    except Exception:
+        return ids, {}
+    if picture is None or count == 0:
+        return ids, made
     start = getattr(model.config, "vision_start_token_id", None)
     before = [torch.full((batch, 1), start)] if isinstance(start, int) else []
     tokens = torch.full((batch, count), picture)
-    return torch.cat([ids[:, :3], *before, tokens, ids[:, 3:]], dim=1)
+    return torch.cat([ids[:, :3], *before, tokens, ids[:, 3:]], dim=1), made
 
 
 def _tokens(vocab: int, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:

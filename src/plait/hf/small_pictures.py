@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 _TOKEN_FIELDS = ("image_token_id", "image_token_index", "image_patch_id")
+_SIZED = ("cohere2_vision", "emu3", "lighton_ocr", "mistral3", "mistral_large4")
 _SIDE = 4
 """Patches along each side of a picture."""
 
@@ -22,7 +23,7 @@ def inputs(model: nn.Module, batch: int, draw: torch.Generator) -> dict[str, Any
         made = _patches_in_a_grid(config, batch, draw)
     elif "pixel_values" in takes:
         made = _whole_pictures(config, batch, draw)
-        if "image_sizes" in takes and hasattr(config, "vision_config"):
+        if "image_sizes" in takes and config.model_type in _SIZED:
             side = made["pixel_values"].shape[-1]
             made["image_sizes"] = torch.tensor([[side, side]] * batch)
     else:
@@ -93,13 +94,48 @@ def _several_pictures(config: Any, batch: int, draw: torch.Generator) -> dict[st
 
 
 def _tiles(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
-    one = _whole_pictures(config, batch, draw)["pixel_values"]
-    other = torch.randn(one.shape, generator=draw)
+    """One picture of one tile, cut by the configs' only grid into two, with an overview."""
+    one = _whole_pictures(config, batch * 3, draw)["pixel_values"]
     side = one.shape[-1]
     return {
-        "pixel_values": torch.stack([one, other], dim=1),
-        "image_sizes": torch.tensor([[side, side]] * batch),
+        "pixel_values": one.view(batch, 3, *one.shape[1:]),
+        "image_sizes": torch.tensor([[side, 2 * side]] * batch),
     }
+
+
+def _high_and_low(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    made = _whole_pictures(config, batch, draw)
+    side = config.high_res_vision_config.image_size
+    made["high_res_pixel_values"] = torch.randn(batch, 3, side, side, generator=draw)
+    return made
+
+
+def _mllama(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    vision = config.vision_config
+    tiles, side = vision.max_num_tiles, vision.image_size
+    return {
+        "pixel_values": torch.randn(batch, 1, tiles, 3, side, side, generator=draw),
+        "aspect_ratio_ids": torch.ones(batch, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(batch, 1, tiles, dtype=torch.long),
+    }
+
+
+def _flat_patches(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    width = config.vision_config.patch_embed_hidden_size
+    places = torch.arange(6).view(1, 6, 1).expand(batch, 6, 2) % 3 + 1
+    patches = torch.randn(batch, 6, width, generator=draw)
+    return {"flattened_patches": torch.cat([places.to(patches.dtype), patches], dim=2)}
+
+
+def _with_questions(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    made = _whole_pictures(config, batch, draw)
+    made["qformer_input_ids"] = torch.randint(3, 90, (batch, 5), generator=draw)
+    return made
+
+
+def _frames_with_questions(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    made = _with_questions(config, batch, draw)
+    return made | {"pixel_values": made["pixel_values"].unsqueeze(1).repeat(1, 2, 1, 1, 1)}
 
 
 def _patches_in_a_grid(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
@@ -123,6 +159,12 @@ def _patches_as_pictures(config: Any, batch: int, draw: torch.Generator) -> dict
 
 
 _OWN: dict[str, Any] = {
+    "deepseek_vl_hybrid": _high_and_low,
+    "idefics": _several_pictures,
+    "instructblip": _with_questions,
+    "instructblipvideo": _frames_with_questions,
+    "mllama": _mllama,
+    "pix2struct": _flat_patches,
     "idefics2": _several_pictures,
     "idefics3": _several_pictures,
     "smolvlm": _several_pictures,
@@ -130,4 +172,6 @@ _OWN: dict[str, Any] = {
     "llava_next_video": _tiles,
     "llava_onevision": _tiles,
     "kimi_k25": _patches_as_pictures,
+    "paddleocr_vl": _patches_as_pictures,
+    "granite4_vision": _tiles,
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.hf import small_fields as table
 from plait.hf import small_layers as layers
-from plait.hf.small_special import parts
+from plait.hf.small_special import SECTIONED, parts
 
 
 @dataclass
@@ -49,7 +49,7 @@ def choose(
             heads = kv * min(8, ratio[1] // ratio[0]) if kv else 4
             heads = max(heads, 4) if kv is None or heads % 2 == 0 else heads
         asked_kv = kv_heads
-    wide = any(_turns_partly(vars(part)) for part in parts(config))
+    wide = any(_turns_partly(vars(p)) or p.model_type in SECTIONED for p in parts(config))
     width = 16 if wide else 8
     return Sizes(
         heads=heads,
@@ -83,8 +83,7 @@ def _ratio(config: Any) -> tuple[int, int]:
 
 
 def _turns_partly(fields: MutableMapping[str, Any]) -> bool:
-    rope = fields.get("rope_parameters")
-    text = repr(rope)
+    text = repr(fields.get("rope_parameters"))
     return "mrope_section" in text or (
         isinstance(fields.get("partial_rotary_factor"), float) or "partial_rotary_factor" in text
     )
@@ -132,7 +131,8 @@ def _shrink(fields: MutableMapping[str, Any], sizes: Sizes) -> None:
             if _is_integer(overrides[name]):
                 changed = dict(before)
                 _shrink_number(changed, before, name, sizes)
-                overrides[name] = changed[name]
+                wider = name in table.HEAD_WIDTHS and overrides[name] > old.get(name, 0)
+                overrides[name] = changed[name] * (2 if wider else 1)
     _shrink_rope(fields, old, sizes)
 
 
@@ -232,6 +232,9 @@ def _shrink_rope(
     width = fields.get("head_dim") if _is_integer(fields.get("head_dim")) else sizes.head_dim
     for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
         own = one.get("partial_rotary_factor", factor)
+        if _turns_latent(old, own) and "partial_rotary_factor" in one:
+            one["partial_rotary_factor"] = fields["qk_rope_head_dim"] / fields["head_dim"]
+            continue
         own = 1.0 if not isinstance(own, float | int) else float(own)
         if "partial_rotary_factor" in one and one["partial_rotary_factor"] is not None:
             one["partial_rotary_factor"] = own = _even_factor(own, width or sizes.head_dim)
@@ -243,6 +246,12 @@ def _shrink_rope(
                 one[name] = list(one[name][:half])
         if one.get("original_max_position_embeddings"):
             one["original_max_position_embeddings"] = 32
+
+
+def _turns_latent(old: MutableMapping[str, Any], factor: Any) -> bool:
+    """Whether the turned part of a head is the one that latent attention keeps apart."""
+    rope, head = old.get("qk_rope_head_dim"), old.get("head_dim")
+    return bool(rope and head and isinstance(factor, float) and int(head * factor) == rope)
 
 
 def _even_factor(factor: float, width: int) -> float:
