@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
+from plait.plan import derive_names as known
 from plait.plan.derive_attention import attention
 from plait.plan.derive_ends import ends
 from plait.plan.derive_mlp import mixers, mlps, receptance
-from plait.plan.derive_tree import LINEAR, Found, Tree
+from plait.plan.derive_tree import LINEAR, Found, Tree, parent
 from plait.plan.names import ModelNames
 from plait.plan.rules import LAYER_NUMBER, generalize
 
@@ -72,7 +73,10 @@ def _rest(tree: Tree, found: Found) -> None:
         large = [local for local, shape in shapes.items() if len(shape) > 1]
         if not large or any(f"{name}.{local}" in found.styles for local in large):
             continue
-        if kind in LINEAR or kind == "Embedding":
+        above = tree.kind(parent(name))
+        if above in known.READS_WEIGHTS:
+            found.reasons[name] = f"{above}: {known.READS_WEIGHTS[above]}"
+        elif kind in LINEAR or kind == "Embedding":
             found.reasons[name] = UNKNOWN
         elif max(len(shapes[local]) for local in large) == 3 and "expert" in name.lower():
             found.reasons[name] = "stacked experts: only a shipped plan knows their layout"
@@ -80,10 +84,10 @@ def _rest(tree: Tree, found: Found) -> None:
             found.reasons[name] = f"{kind} holds parameters of its own"
 
 
-def _patterns(styles: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+def _patterns(styles: Mapping[str, str], existing: Iterable[str]) -> dict[str, str]:
     """Concrete decisions as rules: as general as they can be without naming anything else."""
     by_pattern: dict[str, list[str]] = defaultdict(list)
-    for name in known:
+    for name in existing:
         by_pattern[generalize(name)].append(name)
     rules: dict[str, str] = {}
     for pattern, members in by_pattern.items():

@@ -1,56 +1,17 @@
-"""Attention blocks of a model that ships no plan: which layers they have, and the styles for them."""
+"""Attention blocks of a model that ships no plan: their layers, and styles for them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from plait.plan import derive_names as known
+from plait.plan.derive_heads import Block, find_heads, layout_of
 from plait.plan.derive_inside import inside
 from plait.plan.derive_tree import Found, Layer, Tree, last, parent
-from plait.plan.roles import HEAD_DIM, NUM_HEADS
 
 _FUSED_STYLES = {
     "sections": "colwise_qkv",
     "per_head": "colwise_qkv_per_head",
     "per_group": "colwise_qkv_per_group",
 }
-
-
-@dataclass(frozen=True)
-class Block:
-    """One attention: the module that holds its projections, and the layers by role.
-
-    Attributes:
-        name: The module.
-        by_role: Role (`q k v qkv kv q_a kv_a kv_b gate extra`) → layers.
-        output: The projection that ends it; it may live in a sibling.
-        others: Linear layers of the module with no role that is known.
-    """
-
-    name: str
-    by_role: Mapping[str, tuple[Layer, ...]]
-    output: Layer | None
-    others: tuple[Layer, ...]
-
-    def one(self, role: str) -> Layer | None:
-        """The only layer of a role."""
-        found = self.by_role.get(role, ())
-        return found[0] if len(found) == 1 else None
-
-    @property
-    def projections(self) -> list[Layer]:
-        """The layers that read the whole hidden states."""
-        roles = ("q", "k", "v", "qkv", "kv", "gate", "extra")
-        return [layer for role in roles for layer in self.by_role.get(role, ())]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of an attention: their numbers, and the width of one."""
-
-    num: int
-    num_kv: int
-    dim: int
-    v_dim: int
 
 
 _ROLES: tuple[tuple[str, frozenset[str]], ...] = (
@@ -90,7 +51,9 @@ def _lone(tree: Tree, name: str, found: Found) -> None:
 
 def _block(tree: Tree, name: str, found: Found) -> Block | None:
     layers = tree.layers(name)
-    if not layers or known.MIXERS.search(tree.kind(name)):
+    kind = tree.kind(name)
+    feeds = known.MLP_CLASS.search(kind) and "att" not in kind.lower()
+    if not layers or feeds or known.MIXERS.search(kind):
         return None
     roles: dict[str, list[Layer]] = {}
     others = []
@@ -104,7 +67,7 @@ def _block(tree: Tree, name: str, found: Found) -> Block | None:
     fused = "qkv" in roles and len(layers) <= 4
     if not separate and not fused:
         return None
-    outputs = roles.pop("o", [])
+    outputs = roles.pop("o", []) or _nested_output(tree, name, roles)
     if fused and not outputs and not _output_beside(tree, name, None):
         return None
     output = outputs[0] if len(outputs) == 1 else None
@@ -127,6 +90,18 @@ def _by_shape(
     if q.into == k.into == v.into and o.into == q.width and o.width == q.into:
         return {"q": [q], "k": [k], "v": [v], "o": [o]}
     return roles
+
+
+def _nested_output(tree: Tree, name: str, roles: dict[str, list[Layer]]) -> list[Layer]:
+    """The output projection with its gate in a child of the attention; the gate joins the roles."""
+    for child in tree.children.get(name, ()):
+        layers = tree.layers(child)
+        outputs = [layer for layer in layers if layer.role in known.OUTPUT]
+        gates = [layer for layer in layers if layer.role in known.GATE]
+        if len(outputs) == 1 and len(gates) == len(layers) - 1 and "out" in last(child):
+            roles.setdefault("gate", []).extend(gates)
+            return outputs
+    return []
 
 
 def _value_width(roles: Mapping[str, list[Layer]]) -> int | None:
@@ -156,16 +131,17 @@ def _attention_like(tree: Tree, above: str, name: str) -> bool:
 def _decide(tree: Tree, block: Block, found: Found) -> None:
     kind = tree.kind(block.name)
     mine = [x for layers in block.by_role.values() for x in layers] + list(block.others)
-    if kind in known.READS_WEIGHTS:
+    reads = kind in known.READS_WEIGHTS and ("Disentangled" not in kind or "qkv" in block.by_role)
+    if reads:
         for layer in mine + ([block.output] if block.output else []):
             found.whole(layer, f"{kind}: {known.READS_WEIGHTS[kind]}")
         return
-    heads, reason = _heads(tree, block)
+    heads, reason = find_heads(tree, block)
     if not reason:
         reason = _obstacle(kind, block)
     layout = ""
     if heads is not None and not reason and "qkv" in block.by_role:
-        layout = _layout(tree, block, heads)
+        layout = layout_of(tree, block, heads)
         reason = "" if layout else "the layout of its fused projection is not known"
     extra: dict[str, str] = {}
     if heads is not None and not reason:
@@ -192,79 +168,6 @@ def _obstacle(kind: str, block: Block) -> str:
     return f"several layers look like its {doubled[0]}" if doubled else ""
 
 
-def _heads(tree: Tree, block: Block) -> tuple[Heads | None, str]:
-    """The heads, or why they cannot be found."""
-    if block.output is None:
-        return None, "no output projection was found"
-    width = block.output.into
-    num = tree.fact(block.name, NUM_HEADS) or _any_count(tree, block.name)
-    dim = tree.fact(block.name, HEAD_DIM)
-    own = tree.names.facts.get(block.name, {})
-    own_dim = next((own[key] for key in HEAD_DIM if own.get(key, 0) > 0), None)
-    if num and width % num and own_dim:
-        num = width // own_dim
-    num = num or (width // dim if dim else None)
-    if not num or width % num:
-        return None, f"the number of its heads is not known (output projection reads {width})"
-    v_dim = width // num
-    qk_dim = own_dim or tree.fact(block.name, ("qk_head_dim",)) or v_dim
-    return _checked(block, num, qk_dim, v_dim)
-
-
-def _any_count(tree: Tree, name: str) -> int | None:
-    more = ("num_attn_heads", "attention_heads", "h", "nhead", "n_local_heads", "num_head", "H")
-    return tree.fact(name, more)
-
-
-def _checked(block: Block, num: int, qk_dim: int, v_dim: int) -> tuple[Heads | None, str]:
-    """Whether every projection consists of whole heads."""
-    q, k, v, kv, qkv = (block.one(role) for role in ("q", "k", "v", "kv", "qkv"))
-    if "kv_b" in block.by_role:
-        ok = q is not None and q.width % num == 0
-        return (Heads(num, num, qk_dim, v_dim), "") if ok else (None, "its queries do not divide")
-    num_kv = num
-    if qkv is not None:
-        rest = qkv.width - num * qk_dim
-        if rest <= 0 or rest % (qk_dim + v_dim):
-            return None, f"its fused width {qkv.width} is not made of {num} heads of {qk_dim}"
-        num_kv = rest // (qk_dim + v_dim)
-    elif q is not None and q.width % num:
-        return None, f"its query width {q.width} is not made of {num} heads"
-    elif kv is not None:
-        num_kv, rest = divmod(kv.width, qk_dim + v_dim)
-        if rest:
-            return None, f"its key/value width {kv.width} is not made of heads of {qk_dim}"
-    elif k is not None and v is not None and q is not None:
-        qk_dim = qk_dim if k.width % qk_dim == 0 else q.width // num
-        num_kv = v.width // v_dim
-        if k.width != num_kv * qk_dim or v.width != num_kv * v_dim:
-            return None, f"key width {k.width} and value width {v.width} are not {num_kv} heads"
-    if not num_kv or num % num_kv:
-        return None, f"{num} query heads do not share {num_kv} key/value heads evenly"
-    return Heads(num, num_kv, qk_dim, v_dim), ""
-
-
-def _layout(tree: Tree, block: Block, heads: Heads) -> str:
-    """Which of the three orders a fused projection has."""
-    facts, kind = tree.facts(block.name), tree.kind(block.name)
-    layer = block.one("qkv")
-    if layer is None:
-        return ""
-    if "Falcon" in kind:
-        if facts.get("new_decoder_architecture"):
-            return "per_group"
-        return "sections" if facts.get("multi_query") else "per_head"
-    if "GPTBigCode" in kind:
-        return "sections" if facts.get("multi_query") else "per_head"
-    if kind in known.PER_HEAD_CLASSES:
-        return "per_head"
-    if layer.role in known.PER_GROUP_NAMES:
-        return "per_group"
-    if layer.role == "query_key_value" and heads.num == heads.num_kv:
-        return "per_head"
-    return "sections"
-
-
 def _split(block: Block, layout: str, found: Found) -> None:
     plain: Iterable[Layer] = (
         layer
@@ -287,9 +190,7 @@ def _split(block: Block, layout: str, found: Found) -> None:
 
 def _gather(block: Block, found: Found, reason: str) -> None:
     found.reasons[block.name] = reason
-    found.gathered(block.projections, block.output)
+    found.gathered([*block.projections, *block.others], block.output)
     for role in ("q_a", "kv_a", "kv_b"):
         for layer in block.by_role.get(role, ()):
             found.whole(layer, reason)
-    for layer in block.others:
-        found.whole(layer, reason)

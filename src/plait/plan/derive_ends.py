@@ -43,6 +43,15 @@ def _tied(tree: Tree) -> set[str]:
     return found
 
 
+def _partners(tree: Tree, name: str) -> set[str]:
+    """The other modules that hold the weight of one."""
+    tied, owners = tree.names.tied, tree.names.owners
+    weight = f"{name}.weight"
+    first = tied.get(weight, weight)
+    same = {first} | {other for other, of in tied.items() if of == first}
+    return {owners[param] for param in same if param in owners} - {name}
+
+
 def _embedding(tree: Tree, name: str, sizes: set[int], tied: bool, found: Found) -> None:
     shape = tree.own_params.get(name, {}).get("weight", ())
     if len(shape) != 2:
@@ -68,5 +77,7 @@ def _head(tree: Tree, layer: Layer, sizes: set[int], tied: set[str], found: Foun
         return
     if above in known.HEAD_READERS:
         found.whole(layer, f"{above} reads its weight itself")
+    elif any(partner in found.reasons for partner in _partners(tree, layer.name)):
+        found.whole(layer, "tied to an embedding that stays whole")
     else:
         found.style(layer, "colwise_gather_output")

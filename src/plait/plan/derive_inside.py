@@ -9,7 +9,6 @@ from plait.plan.derive_tree import LINEAR, Tree, last
 _ON_HEADS = re.compile(r"(^|_)(q|k|v|query|key|value|qk)(_|$)|ln_[qkv]$|norm_[qkv]$")
 _ON_OUTPUT = re.compile(r"sub_?norm|inner_attn_ln|sub_?ln|subln")
 _PER_HEAD = re.compile(r"sink|alpha|slope|bias|^A$|temp|temperature|decay|head")
-_SMALL = re.compile(r"Dropout|Identity|Rotary|Softmax|Act|GELU|SiLU|ReLU")
 
 
 def inside(
@@ -65,7 +64,7 @@ def _own(tree: Tree, name: str, counts: tuple[int, int], width: int) -> tuple[di
 
 
 def _is_per_head(local: str, size: int, width: int, counts: tuple[int, int]) -> bool:
-    """A vector with as many entries as heads: one each, unless heads are as wide and the name fits."""
+    """Whether a vector has one entry for each head, and not one for each feature of a head."""
     return size != width // counts[0] or _PER_HEAD.search(local) is not None
 
 
@@ -86,8 +85,8 @@ def _child(
     deeper = any(tree.own_params.get(name) for name in tree.below(child))
     if own and not deeper and all(shape and shape[0] in counts for shape in own.values()):
         return {child: "head_params"}, ""
-    if leaf in ("indexer", "output", "LayerNorm"):
-        return {}, "" if leaf != "indexer" else "its indexer needs all heads"
+    if leaf in ("indexer", "output"):
+        return {}, ""  # an indexer chooses tokens for all heads, from what is whole
     return {}, f"it has a part {leaf} ({kind}) whose use of the heads is not known"
 
 

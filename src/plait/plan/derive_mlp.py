@@ -75,7 +75,19 @@ def _by_shape(tree: Tree, name: str, rest: Sequence[Layer]) -> bool:
     widens = ups[0].width > ups[0].into and down.width == ups[0].into
     in_order = tree.kind(name) == "Sequential" or named or widens
     same = len({(x.width, x.into) for x in ups}) == 1
+    claimed = {layer.name for layer in tree.layers(name)}
+    in_order = in_order and not _other_matrices(tree, name, claimed)
     return in_order and same and _fits(ups, down) and (named or widens or len(ups) == 1)
+
+
+def _other_matrices(tree: Tree, name: str, claimed: set[str]) -> bool:
+    """Whether a module has more parts that compute something: an MLP of shapes alone has none."""
+    return any(
+        len(shape) > 1
+        for below in tree.below(name)
+        if below not in claimed
+        for shape in tree.own_params.get(below, {}).values()
+    )
 
 
 def _fits(ups: Sequence[Layer], down: Layer) -> bool:

@@ -6,156 +6,68 @@ the shapes have to agree with, and that the numeric check proves before first us
 
 import re
 
-QUERY = frozenset(
-    [
-        "q_proj",
-        "query",
-        "q",
-        "q_lin",
-        "q_linear",
-        "query_proj",
-        "to_q",
-        "linear_q",
-        "wq",
-        "Wq",
-        "q_attn",
-        "queries",
-        "query_layer",
-        "Q",
-        "projection_query",
-        "project_q",
-        "q_head",
-        "w_q",
-        "W_q",
-        "W_Q",
-        "qkv_q",
-    ]
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+QUERY = _words(
+    """
+    q_proj query q q_lin q_linear query_proj to_q linear_q wq Wq q_attn queries query_layer Q
+    projection_query project_q q_head w_q W_q W_Q qkv_q
+    """
 )
-KEY = frozenset(
-    [
-        "k_proj",
-        "key",
-        "k",
-        "k_lin",
-        "k_linear",
-        "key_proj",
-        "to_k",
-        "linear_k",
-        "wk",
-        "Wk",
-        "keys",
-        "key_layer",
-        "K",
-        "projection_key",
-        "project_k",
-        "k_head",
-        "w_k",
-        "W_k",
-        "W_K",
-    ]
+KEY = _words(
+    """
+    k_proj key k k_lin k_linear key_proj to_k linear_k wk Wk keys key_layer K projection_key
+    project_k k_head w_k W_k W_K
+    """
 )
-VALUE = frozenset(
-    [
-        "v_proj",
-        "value",
-        "v",
-        "v_lin",
-        "v_linear",
-        "value_proj",
-        "to_v",
-        "linear_v",
-        "wv",
-        "Wv",
-        "values",
-        "value_layer",
-        "V",
-        "projection_value",
-        "project_v",
-        "v_head",
-        "w_v",
-        "W_v",
-        "W_V",
-    ]
+VALUE = _words(
+    """
+    v_proj value v v_lin v_linear value_proj to_v linear_v wv Wv values value_layer V
+    projection_value project_v v_head w_v W_v W_V
+    """
 )
-OUTPUT = frozenset(
-    [
-        "o_proj",
-        "out_proj",
-        "dense",
-        "out_lin",
-        "c_proj",
-        "o",
-        "wo",
-        "Wo",
-        "to_out",
-        "proj",
-        "projection",
-        "out",
-        "output",
-        "linear_out",
-        "output_proj",
-        "out_linear",
-        "attention_out",
-        "post_proj",
-        "O",
-        "w_o",
-        "W_o",
-        "W_O",
-        "projection_layer",
-        "resid_proj",
-        "final_linear",
-    ]
+OUTPUT = _words(
+    """
+    o_proj out_proj dense out_lin c_proj o wo Wo to_out proj projection out output linear_out
+    output_proj out_linear attention_out post_proj O w_o W_o W_O projection_layer resid_proj
+    post final_linear
+    """
 )
 """The projections of an attention; `output` counts inside an attention only."""
 
-GATE = frozenset(["g_proj", "gate_proj", "output_gate", "q_gate_proj", "gate", "gate_linear"])
+GATE = _words("g_proj gate_proj output_gate gate gate_linear")
 """Gates on the output of an attention: one per feature or one per head."""
 
-PER_HEAD_EXTRA = frozenset(
-    ["relative_k_proj", "linear_pos", "pos_proj", "relative_key_proj", "r_proj", "dt_proj"]
+PER_HEAD_EXTRA = _words(
+    "relative_k_proj linear_pos pos_proj relative_key_proj r_proj w2e_query e2w_query e2e_query"
 )
 """Further projections of an attention with features for every query head."""
 
-FUSED = frozenset(
-    [
-        "c_attn",
-        "query_key_value",
-        "qkv_proj",
-        "qkv",
-        "Wqkv",
-        "wqkv",
-        "W_pack",
-        "att_proj",
-        "qkv_linear",
-        "to_qkv",
-        "in_proj",
-        "in_proj_qkv",
-        "attn_qkv",
-        "fused_qkv",
-        "qkv_layer",
-        "linear_qkv",
-    ]
+FUSED = _words(
+    """
+    c_attn query_key_value qkv_proj qkv Wqkv wqkv W_pack att_proj qkv_linear to_qkv in_proj
+    in_proj_qkv attn_qkv fused_qkv qkv_layer linear_qkv
+    """
 )
-FUSED_KV = frozenset(["kv_proj", "to_kv", "kv", "Wkv", "wkv", "key_value", "linear_kv"])
+FUSED_KV = _words("kv_proj to_kv kv Wkv wkv key_value linear_kv")
 
-MLA_QUERY = frozenset(["q_b_proj", "q_up_proj", "wq_b"])
-MLA_QUERY_DOWN = frozenset(["q_a_proj", "q_down_proj", "wq_a"])
-MLA_KV_DOWN = frozenset(("kv_a_proj_with_mqa",))
-MLA_KV = frozenset(["kv_b_proj", "kv_up_proj"])
+MLA_QUERY = _words("q_b_proj q_up_proj wq_b q_gate_proj")
+MLA_QUERY_DOWN = _words("q_a_proj q_down_proj wq_a")
+MLA_KV_DOWN = _words("kv_a_proj_with_mqa")
+MLA_KV = _words("kv_b_proj kv_up_proj")
 
-PER_HEAD_CLASSES = frozenset(
-    [
-        "BloomAttention",
-        "GPTNeoXAttention",
-        "GPTNeoXJapaneseAttention",
-        "PersimmonAttention",
-        "MegatronAttention",
-        "RWAttention",
-    ]
+PER_HEAD_CLASSES = _words(
+    """
+    BloomAttention GPTNeoXAttention GPTNeoXJapaneseAttention PersimmonAttention
+    MegatronAttention RWAttention
+    """
 )
 """Attention classes whose fused weight is `[head: q | k | v]`."""
 
-PER_GROUP_NAMES = frozenset(("wqkv",))
+PER_GROUP_NAMES = _words("wqkv")
 """Names of fused weights that are `[key/value head: its queries | k | v]` (InternLM2)."""
 
 OTHER_LAYOUTS = {
@@ -166,37 +78,33 @@ OTHER_LAYOUTS = {
 
 READS_WEIGHTS = {
     "DisentangledSelfAttention": "it reads the weight of its projection itself",
-    "DisentangledSelfAttentionV2": "it reads the weight of its projection itself",
     "MultiheadAttention": "torch's own attention reads the weights of its projections itself",
     "DetrMHAttentionMap": "it reads the weight of its projection itself",
     "ConditionalDetrMHAttentionMap": "it reads the weight of its projection itself",
 }
 """Classes that use a weight without calling its module: nothing of theirs can be cut."""
 
-EMBEDDING_READERS = frozenset(
-    (
-        "DiffusionGemmaDecoderModel",
-        "Qwen4ExpTextModel",
-        "IdeficsModel",
-        "Qwen4ExpTextNGramEmbedding",
-    )
+EMBEDDING_READERS = _words(
+    """
+    DiffusionGemmaDecoderModel Qwen4ExpTextModel IdeficsModel Qwen4ExpTextNGramEmbedding
+    """
 )
 """Classes that multiply, index or bound-check the rows of an embedding themselves."""
 
-HEAD_READERS = frozenset(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"))
+HEAD_READERS = _words("Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM")
 """Classes that use the weight of the head without calling it."""
 
-INPUT_NORMS = frozenset(("BltCrossAttention",))
+INPUT_NORMS = _words("BltCrossAttention")
 """Attention classes whose `q_norm`, `k_norm` come before the projections, not after."""
 
-STATISTICS = frozenset(("Gemma3nTextMLP",))
+STATISTICS = _words("Gemma3nTextMLP")
 """Classes whose own code takes a mean or a deviation over the width of the MLP."""
 
 WHOLE_HEADS = re.compile(
     r"BigBirdBlockSparse|Longformer|LEDEncoderSelfAttention|LSHSelf|LocalSelf|Nystrom|Yoso|Mra|"
     r"ProphetNetNgram|Swin|ClapAudioSelf|BeitSelf|Data2VecVisionSelf|Funnel|Reformer|LightningA|"
     r"LongT5Local|LongT5TransientGlobal|ConvBertSelf|Informer|Autoformer|"
-    r"EfficientAdditive|ChannelAttention|Deformable|CrossAttentionMultihead|BiMultiHead"
+    r"EfficientAdditive|ChannelAttention|Disentangled|Deformable|CrossAttentionMultihead|BiMultiHead"
 )
 """Attention whose code mixes heads or counts in ways that local heads do not fit."""
 
@@ -206,30 +114,14 @@ MIXERS = re.compile(
 )
 """Blocks that mix tokens by a recurrence or a convolution."""
 
-MIXER_IN = frozenset(
-    [
-        "in_proj",
-        "linear_x",
-        "linear_y",
-        "key",
-        "value",
-        "receptance",
-        "q",
-        "k",
-        "v",
-        "ogate_preact",
-        "in_proj_qkvz",
-        "in_proj_qkv",
-        "in_proj_z",
-        "qkv_proj",
-        "output_gate",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "g_proj",
-    ]
+MIXER_IN = _words(
+    """
+    in_proj linear_x linear_y key value receptance q k v ogate_preact in_proj_qkvz in_proj_ba
+    in_proj_a in_proj_b in_proj_qkv
+    in_proj_z qkv_proj output_gate q_proj k_proj v_proj g_proj
+    """
 )
-MIXER_OUT = frozenset(["linear_out", "output", "out_proj", "o_proj"])
+MIXER_OUT = _words("linear_out output out_proj o_proj")
 """Linear layers of mixers that are only called: cut, and gathered around."""
 
 KERNEL_READS = re.compile(r"Mamba|FalconH1|Bamba|Jamba|NemotronH")
@@ -299,53 +191,19 @@ POSITIONS = re.compile(
 )
 """Names of embeddings of positions, types and other small tables; `TOKENS` comes first."""
 
-TOKENS = frozenset(
-    [
-        "embed_tokens",
-        "wte",
-        "word_embeddings",
-        "word_embedding",
-        "tok_embeddings",
-        "embed_in",
-        "shared",
-        "tokens_embed",
-        "embeddings",
-        "input_embedding",
-        "token_embedding",
-        "tok_embedding",
-        "text_embed",
-        "w",
-        "emb",
-        "embed",
-        "embedding",
-        "embeds",
-        "encoder_hash_tok_embedding",
-        "wordEmbed",
-        "token_emb",
-        "tok_emb",
-    ]
+TOKENS = _words(
+    """
+    embed_tokens wte word_embeddings word_embedding tok_embeddings embed_in shared
+    tokens_embed embeddings input_embedding token_embedding tok_embedding text_embed w emb
+    embed embedding embeds encoder_hash_tok_embedding wordEmbed token_emb tok_emb
+    """
 )
 HEAD_PARTS = re.compile(r"PredictionHead|LMHead|GeneratorPredictions|HeadTransform|LMPrediction")
 """Classes of what comes before the last layer of a head."""
 
-HEADS = frozenset(
-    [
-        "lm_head",
-        "embed_out",
-        "decoder",
-        "head",
-        "output",
-        "generator_lm_head",
-        "lm_loss",
-        "proj_out",
-        "output_projection",
-        "proj",
-        "unembed",
-        "to_logits",
-        "logits",
-        "codebooks_head",
-        "audio_lm_head",
-        "vocab_projector",
-        "final_proj",
-    ]
+HEADS = _words(
+    """
+    lm_head embed_out decoder head output generator_lm_head lm_loss proj_out output_projection
+    proj unembed to_logits logits codebooks_head audio_lm_head vocab_projector final_proj
+    """
 )

@@ -83,6 +83,8 @@ class Tree:
         shape = self.own_params.get(name, {}).get("weight", ())
         if self.kind(name) not in LINEAR or len(shape) != 2:
             return None
+        if set(self.own_params[name]) - {"weight", "bias"} or self.children.get(name):
+            return None  # a subclass with parts of its own
         out, into = shape if self.kind(name) == "Linear" else shape[::-1]
         return Layer(name, role, out, into)
 
