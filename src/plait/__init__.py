@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from plait.state import full_grads, full_state_dict, held_fraction
     from plait.styles import ALL_PARALLEL_STYLES, ParallelInterface, TensorParallelLayer
+    from plait.surgery import adopt
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ _HOMES = {
     ),
     "plait.state": ("full_grads", "full_state_dict", "held_fraction"),
     "plait.styles": ("ALL_PARALLEL_STYLES", "ParallelInterface", "TensorParallelLayer"),
+    "plait.surgery": ("adopt",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -94,6 +96,7 @@ __all__ = [
     "SequenceParallelConfig",
     "TensorParallelLayer",
     "WeightsError",
+    "adopt",
     "full_grads",
     "full_state_dict",
     "held_fraction",

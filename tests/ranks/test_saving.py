@@ -10,8 +10,8 @@ import transformers
 
 import plait
 from plait import comm
-from plait.errors import PlaitError, RankError, WeightsError
-from plait.hf import saving, skeleton
+from plait.errors import RankError, WeightsError
+from plait.hf import saving
 from plait.state import state_of
 from plait.testing import add_noise, tiny
 
@@ -128,23 +128,3 @@ def test_a_model_inside_the_model(name: str, tmp_path: Path) -> None:
         with safe_open(tmp_path / folder / "model.safetensors", "pt") as file:
             stored.append(set(file.keys()))
     assert stored[0] == stored[1]
-
-
-@pytest.mark.ranks(2)
-def test_resizing_the_vocabulary_is_refused() -> None:
-    model = split()
-    for given in ({"new_num_tokens": 100}, {"new_num_tokens": 96, "pad_to_multiple_of": 64}):
-        with pytest.raises(PlaitError, match="of a split model with 96 tokens") as caught:
-            skeleton.refuse_resize(model, **given)
-        assert "plait.parallelize" in str(caught.value)
-    assert skeleton.refuse_resize(model) is model.get_input_embeddings()
-    assert skeleton.refuse_resize(model, 96, mean_resizing=False) is model.get_input_embeddings()
-
-
-@pytest.mark.ranks(2)
-def test_resizing_embeddings_of_a_split_model_is_refused_by_name() -> None:
-    model = plait.parallelize(tiny.model("llama"))
-    with pytest.raises(plait.PlaitError, match="resize_token_embeddings"):
-        model.resize_token_embeddings(100)
-    with pytest.raises(plait.PlaitError, match="resize_token_embeddings"):
-        model.model.resize_token_embeddings(100)

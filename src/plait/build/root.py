@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from plait import surgery
 from plait.comm import announce_failure
 from plait.state import state_of
 from plait.styles.layer import rebind
@@ -13,6 +14,7 @@ _INNER = "_plait_inner_forward"
 
 def _root_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
+        surgery.adopt_new(module)  # a head that was put in since; see docs/how-to/surgery.md
         inner = module.__dict__[_INNER]
         if inner is not None:
             return inner(*args, **kwargs)
@@ -32,3 +34,4 @@ def install_root(module: nn.Module) -> None:
     """
     module.__dict__[_INNER] = module.__dict__.get("forward")
     rebind(module, _root_forward)
+    surgery.install(module)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.hf import generation, saving, skeleton
+from plait.hf import generation, resizing, saving
 from plait.state import STATE, ParallelState
 
 
@@ -32,6 +32,8 @@ def adapt(model: Any, state: ParallelState) -> None:
             layouts = {k[len(below) :]: v for k, v in state.layouts.items() if k.startswith(below)}
             part.__dict__[STATE] = replace(state, layouts=layouts)
         part.__dict__["save_pretrained"] = MethodType(saving.save_pretrained, part)
-        part.__dict__["resize_token_embeddings"] = MethodType(skeleton.refuse_resize, part)
+        part.__dict__["resize_token_embeddings"] = MethodType(
+            resizing.resize_token_embeddings, part
+        )
     if model.can_generate():
         generation.install(model, state.tp_mesh)

@@ -180,39 +180,6 @@ def empty_model(
     return model
 
 
-def refuse_resize(
-    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any
-) -> Any:
-    """`resize_token_embeddings` of a split model: refused, unless nothing would change.
-
-    Args:
-        model: The split model (bound: `model.resize_token_embeddings(n)`).
-        new_num_tokens: The number of tokens wanted; None asks for the embedding alone.
-        pad_to_multiple_of: Padding of that number.
-
-    Returns:
-        The input embedding.
-
-    Raises:
-        PlaitError: The embedding would change.
-    """
-    embedding = model.get_input_embeddings()
-    current = embedding.weight.shape[0]
-    wanted = current if new_num_tokens is None else new_num_tokens
-    if pad_to_multiple_of:
-        wanted += -wanted % pad_to_multiple_of
-    if wanted == current:
-        return embedding
-    raise PlaitError(
-        f"resize_token_embeddings({wanted}) of a split model with {current} tokens:",
-        "the embedding and the head are split over the ranks by their number of tokens",
-        [
-            "read the model with transformers, resize it, then plait.parallelize(model)",
-            "save the resized model with transformers and read that",
-        ],
-    )
-
-
 def dtype_rule(model: Any, dtype: torch.dtype) -> Callable[[str, torch.dtype], torch.dtype]:
     """The dtype that each tensor of a checkpoint becomes.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait import surgery
 from plait.errors import LayoutError, RankError
 from plait.hf.generation import inputs, randomness
 from plait.hf.generation.decisions import RankZeroScores, SilentStreamer, decide_at_rank_zero
@@ -97,6 +98,13 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if state.call.head is not None:
             state.call.head.selection = None
         return whole(self, *args, **kwargs)
+    with surgery.settled(self):
+        return _generate_first(self, state, whole, args, kwargs)
+
+
+def _generate_first(
+    self: Any, state: "GenerationState", whole: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     arguments = inputs.by_name(whole, self, args, kwargs)
     _refuse_paged(arguments)
     mesh, device = state.mesh, self.device

@@ -1,0 +1,26 @@
+"""Ordinary changes of a split module: new weights, new dtypes, new modules.
+
+`loading` lets `load_state_dict` take whole tensors, `keeping` lets `to(dtype)` keep what is
+recorded on parameters, `adopting` makes what was put in later part of the split; `watching`
+finds it.
+"""
+
+from torch import nn
+
+from plait.surgery.adopting import adopt, adopt_new, refuse_part, settled
+from plait.surgery.keeping import keep_records
+from plait.surgery.loading import take_whole_tensors
+from plait.surgery.watching import is_root, watch
+
+__all__ = ["adopt", "adopt_new", "install", "is_root", "refuse_part", "settled"]
+
+
+def install(module: nn.Module) -> None:
+    """Prepare a module that was just split for ordinary changes; it is the root of what was split.
+
+    Comm: none.
+    """
+    for part in module.modules():
+        keep_records(part)
+        take_whole_tensors(part)
+    watch(module)

@@ -1,0 +1,321 @@
+"""Modules and parameters that were put into a split module afterwards become part of it."""
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from plait import comm
+from plait.errors import PlaitError, PlanError, RankError
+from plait.plan import Entry
+from plait.state import LAYOUT, STATE, ParallelState, state_of
+from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
+from plait.styles.containers import style_of_rest
+from plait.styles.params import replicate
+from plait.surgery.keeping import keep_records
+from plait.surgery.loading import is_part, layout_of, take_whole_tensors
+from plait.surgery.watching import (
+    has_changed,
+    is_root,
+    is_settled,
+    plain_parameters,
+    set_settled,
+    watch,
+)
+from plait.weights.outcome import meet
+
+_log = logging.getLogger("plait")
+
+_WHOLE_BORDERS = frozenset(
+    {
+        "colwise_gather_output",
+        "colwise_rep",
+        "rowwise_split_input",
+        "rowwise_rep",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "replicate",
+    }
+)
+"""Styles that take a whole tensor and give one: another module in the place may stay whole."""
+
+
+def adopt(model: nn.Module) -> tuple[str, ...]:
+    """Make what was put into a split model afterwards part of it, the same on all ranks.
+
+    For a head of your own (`model.lm_head = nn.Linear(…)`, `model.score = …`), a layer that was
+    exchanged, a parameter that was assigned. The values are those of the first rank. A module in a
+    place that the plan names is cut as the plan says; any other stays whole on every rank.
+    Optimizers that hold the new parameters already are given the DTensors in their place.
+
+    The next forward of the model does this by itself. Call it where the parameters are needed
+    before: for `save_pretrained`, `full_state_dict`, or to read them.
+
+    Args:
+        model: The module that `parallelize` was called on. One that is not split stays as it is.
+
+    Returns:
+        The names of the parameters that are new.
+
+    Raises:
+        PlanError: The new module cannot do what the plan says of its place: what comes in, or goes
+            out, there is split. Nothing has been changed.
+        RankError: The ranks have put different things into their models. Nothing has been changed.
+        PlaitError: `model` is only a part of what was split.
+
+    Comm:
+        One control message, and one broadcast for each new tensor.
+    """
+    state = state_of(model)
+    if state is None:
+        return ()
+    refuse_part(model, "plait.adopt")
+    return _adopt(model, state)
+
+
+def adopt_new(model: nn.Module) -> tuple[str, ...]:
+    """As `adopt`, but without a message between the ranks where nothing has changed on this one.
+
+    Comm:
+        None where nothing was put into the model since the last call.
+    """
+    if torch.compiler.is_compiling() or is_settled(model) or not has_changed(model):
+        return ()
+    state = state_of(model)
+    if state is None or not plain_parameters(model):
+        watch(model)
+        return ()
+    return _adopt(model, state)
+
+
+@contextmanager
+def settled(model: nn.Module) -> Iterator[None]:
+    """Adopt what is new; forwards inside do not look again."""
+    adopt_new(model)
+    before = set_settled(model, True)
+    try:
+        yield
+    finally:
+        set_settled(model, before)
+
+
+def refuse_part(model: nn.Module, asked: str) -> None:
+    """Refuse what has to be asked of the whole of a split model.
+
+    Raises:
+        PlaitError: `model` is only a part of it.
+    """
+    if not is_root(model):
+        raise PlaitError(
+            f"{asked} of a {type(model).__name__} inside a split model:",
+            "the whole remembers how its parts lie on the ranks",
+            "call it on the model that was split",
+        )
+
+
+def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:
+    fresh = plain_parameters(model)
+    mesh = state.tp_mesh
+    asked = f"New modules in a split {type(model).__name__}:"
+    _agree(asked, fresh, mesh)
+    styles = planned_styles(asked, model, state)
+    if not fresh:
+        watch(model)
+        return ()
+    values = [*fresh.values(), *_new_buffers(model)]
+    with torch.no_grad():
+        for tensor in {id(x): x for x in values}.values():
+            tensor.data.copy_(comm.broadcast(tensor.data.contiguous(), mesh))
+    cut_plain(model, state, styles)
+    return tuple(fresh)
+
+
+def cut_plain(
+    model: nn.Module, state: ParallelState, styles: Mapping[str, TensorParallelLayer]
+) -> None:
+    """Make every plain parameter, the same on all ranks, a DTensor, and put the borders in place.
+
+    Args:
+        model: The root of what was split.
+        state: How it was.
+        styles: Module name → its style; every other module stays whole.
+
+    Comm: none.
+    """
+    modules = dict(model.named_modules())
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for owner in sorted(modules, key=lambda name: name not in styles):  # tied ones follow these
+        part, style = modules[owner], styles.get(owner)
+        for name, param in list(part._parameters.items()):
+            if param is None or isinstance(param, DTensor):
+                continue
+            if id(param) in made:
+                part._parameters[name] = made[id(param)][1]
+                continue
+            _cut(part, name, style or _single(state, owner, name), state.tp_mesh)
+            new = part._parameters[name]
+            assert new is not None
+            made[id(param)] = (param, new)
+    for owner, part in modules.items():
+        border = styles.get(owner) or style_of_rest(part, owner, modules, styles)
+        if border is not None and "_plait_border" not in part.__dict__:
+            border.install_forward(part, state.tp_mesh)
+        keep_records(part)
+        take_whole_tensors(part)
+    _tell_optimizers({key: new for key, (_, new) in made.items()})
+    refresh(model)
+
+
+def refresh(model: nn.Module) -> None:
+    """Bring the recorded layouts of a split model up to date with its parameters.
+
+    Args:
+        model: The root of what was split.
+    """
+    for part in model.modules():
+        state: ParallelState | None = part.__dict__.get(STATE)
+        if state is None:
+            continue
+        layouts = {
+            name: layout_of(name, param)
+            for name, param in part.named_parameters(remove_duplicate=False)
+        }
+        known = state.layouts
+        kept = {
+            name: known[name] if name in known and known[name].shape == layout.shape else layout
+            for name, layout in layouts.items()
+        }
+        part.__dict__[STATE] = replace(state, layouts=kept)
+    watch(model)
+
+
+def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    own = {
+        name: f"{tuple(p.shape)} of {str(p.dtype).removeprefix('torch.')} on {p.device.type}"
+        for name, p in fresh.items()
+    }
+    told = meet(mesh, "new modules", own, asked=asked)
+    if all(other == told[0] for other in told):
+        wrong = [f"{n} is {text}" for n, text in own.items() if not text.endswith(mesh.device_type)]
+        if wrong:
+            raise PlaitError(
+                asked, wrong, f"move them to the model's device first: .to({mesh.device_type!r})"
+            )
+        return
+    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    names = list(dict.fromkeys(n for other in told for n in other))
+    first = next(n for n in names if len({other.get(n) for other in told}) > 1)
+    error = RankError(
+        asked,
+        [
+            f"rank {rank}: {first} is {other.get(first, 'as it was')}"
+            for rank, other in zip(ranks, told, strict=True)
+        ],
+        "put the same modules into the model on all ranks",
+    )
+    raise comm.mark_announced(error)
+
+
+def planned_styles(
+    asked: str, model: nn.Module, state: ParallelState
+) -> dict[str, TensorParallelLayer]:
+    """The styles of the modules that the plan names, if it holds for those that are new.
+
+    Raises:
+        PlanError: A new module cannot do what the plan says of its place.
+    """
+    modules = dict(model.named_modules())
+    touched = {name.rpartition(".")[0] for name in plain_parameters(model)}
+    found: dict[str, TensorParallelLayer] = {}
+    problems: dict[str, None] = {}
+    for entry in state.plan.entries:
+        part = modules.get(entry.name) if entry.kind == "module" else None
+        if part is None:
+            continue
+        style = ALL_PARALLEL_STYLES[entry.style]
+        if is_part(part) and entry.name not in touched:
+            found[entry.name] = style
+            continue
+        problem = _refusal(entry, style, part, state)
+        if problem is None:
+            found[entry.name] = style
+        elif is_part(part) or entry.style not in _WHOLE_BORDERS:
+            problems[f"{entry.name} ({type(part).__name__}): {problem}"] = None
+    if problems:
+        raise PlanError(
+            asked,
+            list(problems),
+            ["put it in before the model is split", "change the plan: 'replicate' for what is cut"],
+        )
+    return found
+
+
+def _refusal(
+    entry: Entry, style: TensorParallelLayer, part: nn.Module, state: ParallelState
+) -> str | None:
+    cuts: Mapping[str, Any] = getattr(state.plan, "cuts", {})
+    if entry.name in cuts and entry.style not in _WHOLE_BORDERS and not is_part(part):
+        return f"the plan cuts what was here unevenly, as {entry.style!r}"
+    try:
+        style.validate(part, state.tp_mesh, entry.name)
+        for name in part._parameters:
+            style.validate_param(part, name, state.tp_mesh, parameter_name=f"{entry.name}.{name}")
+    except PlanError as refused:
+        return "; ".join(refused.problems)
+    return None
+
+
+def _single(state: ParallelState, owner: str, name: str) -> TensorParallelLayer | None:
+    """The style of one parameter that a rule names by itself."""
+    full = f"{owner}.{name}" if owner else name
+    for entry in state.plan.entries:
+        if entry.kind == "param" and entry.name == full:
+            return ALL_PARALLEL_STYLES[entry.style]
+    return None
+
+
+def _cut(part: nn.Module, name: str, style: TensorParallelLayer | None, mesh: DeviceMesh) -> None:
+    layout = None
+    if style is not None:
+        layout = style.param_layout(part, name, mesh)
+        style.shard_param(part, name, mesh)
+    replicate(part, name, mesh)  # nothing to do where the style has made it a DTensor
+    new = part._parameters[name]
+    assert isinstance(new, DTensor)
+    new.__dict__.pop(LAYOUT, None)
+    if layout is not None:
+        new.__dict__[LAYOUT] = layout
+
+
+def _new_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers of modules that were not in the tree when it was split."""
+    return [
+        buffer
+        for part in model.modules()
+        if not is_part(part)
+        for buffer in part._buffers.values()
+        if buffer is not None and not isinstance(buffer, DTensor)
+    ]
+
+
+def _tell_optimizers(made: Mapping[int, nn.Parameter]) -> None:
+    """Give optimizers the new parameters in the place of those they hold."""
+    if not made:
+        return
+    for held in gc.get_objects():
+        if not issubclass(type(held), torch.optim.Optimizer):
+            continue
+        for group in held.__dict__.get("param_groups", ()):
+            params = group["params"]
+            for position, param in enumerate(params):
+                if id(param) in made:
+                    held.state.pop(param, None)
+                    params[position] = made[id(param)]
+                    _log.debug("%s now holds a new DTensor", type(held).__name__)
