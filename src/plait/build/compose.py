@@ -14,8 +14,7 @@
 """
 
 import logging
-from collections.abc import Mapping
-from typing import Literal
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,9 +24,9 @@ from plait.build.apply import apply
 from plait.build.checks import check
 from plait.build.names import names_of
 from plait.build.root import install_root
+from plait.build.rules import TpPlan, rules_for
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
-from plait.hf.plans import missing_rules
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan, resolve
 from plait.plan.attention import with_heads
@@ -38,8 +37,6 @@ from plait.styles import ALL_PARALLEL_STYLES
 _log = logging.getLogger("plait")
 _MOSTLY_WHOLE = 0.35
 """A plan that leaves this much more than 1/n of the parameters on each rank is worth a warning."""
-
-TpPlan = Mapping[str, str] | Literal["auto"] | None
 
 
 def parallelize(
@@ -54,9 +51,11 @@ def parallelize(
     Args:
         module: Any module, with the same weights in memory on every rank, or on the meta device.
         config: The parallel sizes. Default: tensor parallel over all processes.
-        tp_plan: Rules, name pattern → style name, which replace or join the module's own (a
-            `_tp_plan`, as models of transformers have). None or `"auto"`: the module's own, or
-            those of `config`. `{}`: no rule.
+        tp_plan: Rules, name pattern → style name, which replace or join the module's own. None:
+            those of `config`, or `"auto"`. `"auto"`: the plan that the module ships (a `_tp_plan`,
+            as models of transformers have), improved and completed by one derived from its
+            structure. `"model"`: the shipped one as it stands. `{}`: no rule. Rules for a module that
+            ships no plan are the whole plan; `derive_plan` gives a base to join them with.
         device_mesh: A mesh to use instead of building one: one axis, or one that has an axis named
             `tp`. The sizes in `config` are then not looked at.
 
@@ -153,23 +152,19 @@ def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> P
         PlanError: It cannot be resolved, or there are no rules at all.
     """
     names = names_of(module)
-    own = dict(getattr(module, "_tp_plan", None) or {})
-    own = {**missing_rules(module, num_ranks), **own} if own else own
-    if isinstance(tp_plan, str) and tp_plan != "auto":
-        raise PlanError(
-            f"tp_plan={tp_plan!r}:", "it is neither 'auto' nor a dict", "tp_plan='auto'"
-        )
-    rules = None if tp_plan is None or isinstance(tp_plan, str) else tp_plan
-    if rules is None and not own:
+    found = rules_for(module, names, tp_plan)
+    user = None if tp_plan is None or isinstance(tp_plan, str) else tp_plan
+    plan = resolve(names, found.merged, user, list(ALL_PARALLEL_STYLES), derived=found.derived)
+    if user is None and not plan.entries:
         raise PlanError(
             f"Tensor parallelism for {names.model}:",
-            "it ships no plan, and none was given",
+            ["it ships no plan, and none can be derived from its structure", *found.reasons],
             [
                 "tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'} with its own names",
                 "tp_size=1",
             ],
         )
-    plan = resolve(names, own, rules, list(ALL_PARALLEL_STYLES))
+    plan = replace(plan, whole=found.whole if user is None else {})
     return with_heads(plan, names, num_ranks)
 
 

@@ -95,6 +95,7 @@ def resolve(
     own_rules: Mapping[str, str],
     user_rules: Mapping[str, str] | None,
     styles: Collection[str],
+    derived: Collection[str] = (),
 ) -> Plan:
     """Merge the model's rules with the user's and turn them into concrete entries.
 
@@ -105,6 +106,7 @@ def resolve(
         user_rules: None: the model's own. `{}`: no rule at all. Otherwise single rules that
             replace or join the model's; names may be relative to the base model.
         styles: Names of all known styles.
+        derived: Patterns of `own_rules` that were found from the model's structure.
 
     Returns:
         The plan, entries in model order.
@@ -139,7 +141,7 @@ def resolve(
                 "register your own: ALL_PARALLEL_STYLES.register(name, style)",
             ],
         )
-    entries = _promote(names, _entries(names, rules, user))
+    entries = _promote(names, _entries(names, rules, user, derived))
     return Plan(_follow_ties(names, entries), PlanRules(rules))
 
 
@@ -151,13 +153,20 @@ def type_problems(pattern: object, style: object) -> list[str]:
 
 
 def _entries(
-    names: ModelNames, rules: Mapping[str, str], user: Mapping[str, str]
+    names: ModelNames,
+    rules: Mapping[str, str],
+    user: Mapping[str, str],
+    derived: Collection[str],
 ) -> dict[str, Entry]:
     ordered = sorted(rules, key=specificity)  # the most specific rule is written last and stays
     kinds: list[tuple[Literal["module", "param"], Sequence[str]]] = [
         ("module", list(names.modules)),
         ("param", list(names.params)),
     ]
+    origins: dict[str, Literal["user", "model", "derived"]] = {
+        pattern: "user" if pattern in user else "derived" if pattern in derived else "model"
+        for pattern in rules
+    }
     entries: dict[str, Entry] = {}
     for kind, known in kinds:
         by_pattern: dict[str, list[str]] = {}
@@ -169,8 +178,7 @@ def _entries(
             else:
                 hits = [name for name in known if matches(pattern, name)]
             for name in hits:
-                origin: Literal["user", "model"] = "user" if pattern in user else "model"
-                entries[name] = Entry(name, kind, rules[pattern], pattern, origin)
+                entries[name] = Entry(name, kind, rules[pattern], pattern, origins[pattern])
     position = {name: n for n, name in enumerate([*names.modules, *names.params])}
     return dict(sorted(entries.items(), key=lambda item: position[item[0]]))
 
@@ -193,7 +201,7 @@ def _promote(names: ModelNames, entries: dict[str, Entry]) -> dict[str, Entry]:
         owner = names.owners.get(name, "") if entry.kind == "param" else ""
         above = entries.get(owner) if entry.kind == "param" else None
         wanted_whole = above is not None and above.style == "replicate" and above.origin == "user"
-        if wanted_whole and entry.origin == "model":
+        if wanted_whole and entry.origin in ("model", "derived"):
             continue
         if entry.kind == "module" or names.modules[owner] not in _WITH_FORWARD:
             kept[name] = entry

@@ -1,6 +1,9 @@
 """Modules that no rule names: their parameters are whole, and their forward sees plain tensors."""
 
-from collections.abc import Mapping
+import inspect
+import types
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -35,18 +38,54 @@ def style_of_rest(
             return _TREE
     if isinstance(module, nn.RNNBase):
         return _RNN
+    if _reads_children(type(module)) and any(
+        child not in styled for child in _children_with_params(module, name)
+    ):
+        return _CHILDREN
+    if any(isinstance(child, _LISTS) for child in module.children()):
+        return _CHILDREN
     if any(param is not None for param in module._parameters.values()):
         return _REPLICATE
     return None
 
 
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+_OWN_NAMES = frozenset({"weight", "bias"})
+_NO_FORWARD = frozenset({"__init__", "_init_weights", "reset_parameters", "extra_repr"})
+
+
+def _children_with_params(module: nn.Module, name: str) -> list[str]:
+    prefix = f"{name}." if name else ""
+    return [prefix + child for child, part in module.named_children() if part._parameters]
+
+
+@lru_cache(maxsize=4096)
+def _reads_children(kind: Any) -> bool:
+    """Whether a class's own code mentions the weight or bias of something.
+
+    A convolution whose weight is handed to a kernel, or a table that is indexed, is not called: its
+    parameters have to be plain tensors in the module that reads them.
+    """
+    if kind.__module__.startswith("torch."):
+        return False
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for key, function in vars(base).items():
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            if key not in _NO_FORWARD and isinstance(code, types.CodeType):
+                if _OWN_NAMES & set(code.co_names):
+                    return True
+    return False
+
+
 class _TreeParams:
-    """Local parameters in a module and everything below it."""
+    """Local parameters in several modules."""
 
     __slots__ = ("contexts",)
 
-    def __init__(self, module: nn.Module) -> None:
-        self.contexts = [LocalParams(part) for part in module.modules()]
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.contexts = [LocalParams(part) for part in parts]
 
     def __enter__(self) -> None:
         for context in self.contexts:
@@ -79,7 +118,21 @@ class _RnnParams:
 
 class _Tree(ReplicateParallel):
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
-        return _TreeParams(module)
+        return _TreeParams(module.modules())
+
+
+class _Children(ReplicateParallel):
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        whole = [part for part in module.children() if not _is_split(part)]
+        return _TreeParams([module, *whole])
+
+
+def _is_split(part: nn.Module) -> bool:
+    """Whether a module's parameters are cut, so that only its own forward can use them."""
+    return any(
+        isinstance(param, DTensor) and not param.placements[0].is_replicate()
+        for param in part._parameters.values()
+    )
 
 
 class _Rnn(ReplicateParallel):
@@ -98,4 +151,5 @@ class _Rnn(ReplicateParallel):
 
 _REPLICATE = ReplicateParallel()
 _TREE = _Tree()
+_CHILDREN = _Children()
 _RNN = _Rnn()

@@ -19,9 +19,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout, packed
 from plait.styles.activations import to_replicate
+from plait.styles.heads import place_layout
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
 from plait.styles.linear import RowwiseParallel
-from plait.styles.params import place, set_param
+from plait.styles.params import place
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
 
@@ -66,7 +67,7 @@ class _Packed(TensorParallelLayer):
         dim = None if tensor is None or tensor.ndim == 0 else self.packed_dim(tensor.ndim)
         if tensor is None or dim is None:
             return
-        size, num_ranks = tensor.shape[dim], mesh.size()
+        size = tensor.shape[dim]
         parts = self.part_sizes(size)
         asked = f"Style {self.style_name!r} on {parameter_name or param!r}:"
         units = self.sections or (1,) * self.split_factor
@@ -76,51 +77,37 @@ class _Packed(TensorParallelLayer):
                 f"dim {dim} of size {size} does not consist of parts in the ratio {units}",
                 "register the style with the sections of this weight",
             )
-        bad = [part for part in parts if part % num_ranks]
-        if bad:
-            shared = gcd(*parts)
-            sizes = [n for n in range(1, 17) if shared % n == 0]
-            raise PlanError(
-                asked,
-                f"its parts of sizes {parts} along dim {dim} do not divide by tp_size {num_ranks}",
-                [f"a tp_size that divides them all: {sizes}", "the style 'replicate'"],
-            )
 
     def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
-        """The slices of every part that each rank holds, where the parts are not equal."""
+        """The slices of every part that each rank holds, where torch has no placement for them."""
         tensor = module._parameters.get(param)
         dim = None if tensor is None else self.packed_dim(tensor.ndim)
-        if tensor is None or dim is None or self.sections is None:
+        if tensor is None or dim is None:
             return None
         parts = self.part_sizes(tensor.shape[dim])
         assert parts is not None  # validate_param saw it
+        if self.sections is None and parts[0] % mesh.size() == 0:
+            return None
         return packed(tuple(tensor.shape), dim, mesh.size(), parts)
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Cut every part by itself.
 
-        Equal parts are a strided shard. Parts that are not equal have no placement of their own in
-        torch: the DTensor is then a `Shard` of the weight in rank order (each rank's slices
-        together), and the layout that is recorded with it says where each slice belongs.
+        Equal parts that divide are a strided shard. Others have no placement of their own in torch:
+        the DTensor is then a `Shard` of the weight in rank order (each rank's slices together), and
+        the layout that is recorded with it says where each slice belongs.
         """
         tensor = module._parameters.get(param)
         if tensor is None:
             return
-        dim = self.packed_dim(tensor.ndim)
-        placement: Placement = Replicate()
-        if dim is not None and self.sections is None:
-            placement = _StridedShard(dim % tensor.ndim, split_factor=self.split_factor)
-        if dim is None or self.sections is None:
-            place(module, param, mesh, placement)
-            return
-        layout = self.param_layout(module, param, mesh)
-        assert layout is not None and layout.dim is not None
-        with torch.no_grad():
-            pieces = layout.pieces[mesh.get_local_rank()]
-            rows = [tensor.detach().narrow(layout.dim, a, b - a) for a, b in pieces]
-            local = torch.cat(rows, dim=layout.dim)
-            placed = DTensor.from_local(local, mesh, [Shard(layout.dim)], run_check=False)
-        set_param(module, param, placed, like=tensor)
+        dim, layout = self.packed_dim(tensor.ndim), self.param_layout(module, param, mesh)
+        if layout is not None:
+            place_layout(module, param, mesh, layout)
+        elif dim is None:
+            place(module, param, mesh, Replicate())
+        else:
+            strided = _StridedShard(dim % tensor.ndim, split_factor=self.split_factor)
+            place(module, param, mesh, strided)
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         """Always: the fused matmul runs on local tensors."""
