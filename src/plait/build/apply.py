@@ -89,6 +89,7 @@ def _refuse_unseen(
     for entry, _, part, _ in single:
         owner = entry.name.rpartition(".")[0]
         cut = entry.name in layouts and layouts[entry.name].dim is not None
+        cut = cut and entry.origin != "tied"  # its module only keeps it
         if cut and styled.get(owner, "replicate") == "replicate":
             problems.append(
                 f"rule {entry.rule!r} cuts a parameter of {owner!r} ({type(part).__name__}), "

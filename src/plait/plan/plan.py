@@ -230,13 +230,17 @@ def _follow_ties(names: ModelNames, entries: dict[str, Entry]) -> tuple[Entry, .
         groups.setdefault(first, [first]).append(name)
     problems = []
     for params in groups.values():
-        uses = [_use_of(names, entries, param) for param in params]
+        uses = [_use_of(names, entries, p) for p in params if _has_forward(names, p)]
         changes, problem = agree(uses)
         if problem:
             problems.append(problem)
         for module, style in changes.items():
             rule = next((u.module for u in uses if u.module != module and u.style), module)
             entries[module] = Entry(module, "module", style, rule, "tied")
+        cut = next((entries[u.module] for u in uses if u.module in entries), None)
+        for param in params:  # held by a module that only keeps it (a head's bias)
+            if cut is not None and not _has_forward(names, param) and param not in entries:
+                entries[param] = Entry(param, "param", cut.style, cut.name, "tied")
     if problems:
         raise PlanError(
             f"The plan for {names.model} cuts a tied weight in two ways:",
@@ -244,6 +248,11 @@ def _follow_ties(names: ModelNames, entries: dict[str, Entry]) -> tuple[Entry, .
             ["name only one of the two modules: the other follows", "untie the weights"],
         )
     return tuple(entries.values())
+
+
+def _has_forward(names: ModelNames, param: str) -> bool:
+    """Whether a parameter's module is one whose style acts at its forward."""
+    return names.modules[names.owners[param]] in (*_WITH_FORWARD, "Conv1D")
 
 
 def _use_of(names: ModelNames, entries: Mapping[str, Entry], param: str) -> TiedUse:

@@ -146,7 +146,7 @@ def _forward_by_head(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     rows: _Rows = module.__dict__[_ROWS]
     for name in _BY_HEAD:
         if kwargs.get(name) is not None:
-            kwargs[name] = rows.of(kwargs[name], flat=name == "alibi")
+            kwargs[name] = rows.of(kwargs[name], flat="mask" not in name)
     if len(args) > 1:  # the first one is the hidden states
         args = (args[0], *(rows.of(x) for x in args[1:]))
     inner = module.__dict__[_INNER]
