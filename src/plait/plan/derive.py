@@ -17,7 +17,7 @@ from itertools import combinations
 from plait.plan import derive_names as known
 from plait.plan.derive_attention import attention
 from plait.plan.derive_ends import ends
-from plait.plan.derive_mlp import mixers, mlps, receptance
+from plait.plan.derive_mlp import experts, mixers, mlps, receptance
 from plait.plan.derive_tree import LINEAR, Found, Tree, parent
 from plait.plan.names import ModelNames
 from plait.plan.rules import LAYER_NUMBER, generalize
@@ -54,6 +54,7 @@ def derive(names: ModelNames) -> Derived:
     mixers(tree, found)
     attention(tree, found)
     mlps(tree, found)
+    experts(tree, found)
     ends(tree, found)
     _rest(tree, found)
     rules = _patterns(found.styles, [*names.modules, *names.params])
@@ -79,7 +80,7 @@ def _rest(tree: Tree, found: Found) -> None:
         elif kind in LINEAR or kind == "Embedding":
             found.reasons[name] = UNKNOWN
         elif max(len(shapes[local]) for local in large) == 3 and "expert" in name.lower():
-            found.reasons[name] = "stacked experts: only a shipped plan knows their layout"
+            found.reasons[name] = "stacked experts in a layout of their own"
         else:
             found.reasons[name] = f"{kind} holds parameters of its own"
 

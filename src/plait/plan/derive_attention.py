@@ -36,17 +36,21 @@ def attention(tree: Tree, found: Found) -> None:
         if block is not None:
             _decide(tree, block, found)
     for name, kind in tree.names.modules.items():
-        if "Attention" in kind and kind not in known.READS_WEIGHTS and "Map" not in kind:
+        if known.PARTS.search(kind) and kind not in known.READS_WEIGHTS:
             _lone(tree, name, found)
 
 
 def _lone(tree: Tree, name: str, found: Found) -> None:
     """Projections of an attention that has no others: cut, and gathered."""
+    if known.MIXERS.search(tree.kind(name)):
+        return
     names = known.QUERY | known.KEY | known.VALUE | known.FUSED_KV
-    free = [x for x in tree.layers(name) if x.name not in found.seen and x.role in names]
-    if free and not known.MIXERS.search(tree.kind(name)):
+    free = [layer for layer in tree.layers(name) if layer.name not in found.seen]
+    ins = [x for x in free if x.role in names or x.role.startswith(("q_", "k_", "v_", "value_"))]
+    outs = [x for x in free if x.role in known.OUTPUT and x not in ins]
+    if ins or len(outs) == 1:
         found.reasons[name] = "its heads are not split: it has not all of the usual projections"
-        found.gathered(free, None)
+        found.gathered(ins, outs[0] if len(outs) == 1 else None)
 
 
 def _block(tree: Tree, name: str, found: Found) -> Block | None:
@@ -56,11 +60,12 @@ def _block(tree: Tree, name: str, found: Found) -> Block | None:
     if not layers or feeds or known.MIXERS.search(kind):
         return None
     roles: dict[str, list[Layer]] = {}
-    others = []
     for layer in layers:
         role = next((role for role, names in _ROLES if layer.role in names), None)
-        roles.setdefault(role, []).append(layer) if role else others.append(layer)
+        if role:
+            roles.setdefault(role, []).append(layer)
     roles = _by_shape(tree, name, roles, layers)
+    others = [x for x in layers if not any(x in known_as for known_as in roles.values())]
     if "q" in roles and "qkv" in roles and "k" not in roles:
         roles["kv"] = roles.pop("qkv")  # cross attention of GPT-2: a fused name for k and v
     separate = "q" in roles and ({"k", "v"} <= set(roles) or "kv" in roles or "kv_b" in roles)

@@ -37,6 +37,25 @@ def mixers(tree: Tree, found: Found) -> None:
                 found.whole(layer, "fused kernels read its weight")
 
 
+def experts(tree: Tree, found: Found) -> None:
+    """Cut the width of stacked experts, where their parameters have the common names and shapes."""
+    for name, kind in tree.names.modules.items():
+        own = tree.own_params.get(name, {})
+        up, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
+        if "Experts" not in kind or len(up) != 3 or len(down) != 3:
+            continue
+        if set(own) - {"gate_up_proj", "down_proj"}:
+            found.reasons[name] = "experts with biases or scales of their own"
+        elif up[1:] == (2 * down[2], down[1]):
+            _stacked(name, "packed_colwise", "rowwise", found)
+        elif up[1:] == (down[2], 2 * down[1]):
+            _stacked(name, "packed_rowwise", "colwise", found)
+
+
+def _stacked(name: str, up: str, down: str, found: Found) -> None:
+    found.styles |= {f"{name}.gate_up_proj": up, f"{name}.down_proj": down, name: "moe_tp_experts"}
+
+
 def receptance(tree: Tree, found: Found) -> None:
     """The MLP of RWKV: key widens, value comes back, receptance gates the result."""
     for name, kind in tree.names.modules.items():
@@ -93,7 +112,8 @@ def _other_matrices(tree: Tree, name: str, claimed: set[str]) -> bool:
 def _fits(ups: Sequence[Layer], down: Layer) -> bool:
     if len(ups) == 2:
         return all(up.width == down.into for up in ups) and ups[0].into == ups[1].into
-    return len(ups) == 1 and ups[0].width in (down.into, 2 * down.into)
+    packed = ups[0].width == 2 * down.into and ups[0].into == down.width
+    return len(ups) == 1 and (ups[0].width == down.into or packed)
 
 
 def _decide(tree: Tree, name: str, ups: Sequence[Layer], down: Layer, found: Found) -> None:

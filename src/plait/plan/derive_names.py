@@ -100,11 +100,14 @@ INPUT_NORMS = _words("BltCrossAttention")
 STATISTICS = _words("Gemma3nTextMLP")
 """Classes whose own code takes a mean or a deviation over the width of the MLP."""
 
+PARTS = re.compile(r"Attention(?!.*Map)|CCAProjection|Attn$")
+"""Classes of attention, or of parts of one."""
+
 WHOLE_HEADS = re.compile(
     r"BigBirdBlockSparse|Longformer|LEDEncoderSelfAttention|LSHSelf|LocalSelf|Nystrom|Yoso|Mra|"
     r"ProphetNetNgram|Swin|ClapAudioSelf|BeitSelf|Data2VecVisionSelf|Funnel|Reformer|LightningA|"
     r"LongT5Local|LongT5TransientGlobal|ConvBertSelf|Informer|Autoformer|"
-    r"EfficientAdditive|ChannelAttention|Disentangled|Deformable|CrossAttentionMultihead|BiMultiHead"
+    r"EfficientAdditive|ChannelAttention|Disentangled|DiffLlama|Deformable|CrossAttentionMultihead|BiMultiHead"
 )
 """Attention whose code mixes heads or counts in ways that local heads do not fit."""
 
@@ -173,6 +176,7 @@ GATED = (
     ("linear_v", "linear_1", "linear"),
     ("c_fc_0", "c_fc_1", "c_proj"),
     ("w1", "v1", "w2"),
+    ("w1", "w2", "c_proj"),
     ("w_0", "w_1", "w_out"),
 )
 """Gate, up and down of a gated MLP."""
