@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         AutoModelForTokenClassification,
     )
     from plait.build import parallelize
+    from plait.consistency import Guard, guard
     from plait.errors import (
         CheckpointError,
         LayoutError,
@@ -53,6 +54,7 @@ _HOMES = {
         "AutoModelForTokenClassification",
     ),
     "plait.build": ("parallelize",),
+    "plait.consistency": ("Guard", "guard"),
     "plait.errors": (
         "CheckpointError",
         "LayoutError",
@@ -87,6 +89,7 @@ __all__ = [
     "CheckpointError",
     "DeepSpeedSequenceParallelConfig",
     "DistributedConfig",
+    "Guard",
     "LayoutError",
     "ParallelInterface",
     "ParallelismConfig",
@@ -99,6 +102,7 @@ __all__ = [
     "adopt",
     "full_grads",
     "full_state_dict",
+    "guard",
     "held_fraction",
     "parallelize",
     "styles",

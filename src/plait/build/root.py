@@ -6,6 +6,7 @@ from torch import nn
 
 from plait import surgery
 from plait.comm import announce_failure
+from plait.consistency import guard
 from plait.state import state_of
 from plait.styles.layer import rebind
 
@@ -35,3 +36,7 @@ def install_root(module: nn.Module) -> None:
     module.__dict__[_INNER] = module.__dict__.get("forward")
     rebind(module, _root_forward)
     surgery.install(module)
+    state = state_of(module)
+    every = getattr(state.config, "consistency_guard", False) if state is not None else False
+    if every:
+        guard(module, every=int(every))

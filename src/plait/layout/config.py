@@ -222,6 +222,8 @@ class DistributedConfig(ParallelismConfig):
         fsdp_cpu_offload: Keep sharded parameters and optimizer state in host memory.
         fsdp_mixed_precision: Compute in a lower precision than the sharded parameters have.
         ep_implementation: How tokens reach their experts: "auto", "all_to_all" or "all_reduce".
+        consistency_guard: Check at every call of the model that the ranks do the same (True), or at
+            every n-th (a number); see `plait.guard`.
     """
 
     tp_plan: Mapping[str, str] | str | None = None
@@ -231,6 +233,7 @@ class DistributedConfig(ParallelismConfig):
     fsdp_cpu_offload: bool = False
     fsdp_mixed_precision: bool = False
     ep_implementation: str = "auto"
+    consistency_guard: bool | int = False
 
     def _check_further(self) -> list[str | None]:
         problems: list[str | None] = []
@@ -244,6 +247,8 @@ class DistributedConfig(ParallelismConfig):
         problems.append(
             checks.choice("ep_implementation", self.ep_implementation, EP_IMPLEMENTATIONS)
         )
+        if not isinstance(self.consistency_guard, bool):
+            problems.append(checks.size("consistency_guard", self.consistency_guard))
         return problems
 
 
