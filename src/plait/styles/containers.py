@@ -38,11 +38,9 @@ def style_of_rest(
             return _TREE
     if isinstance(module, nn.RNNBase):
         return _RNN
-    if _reads_children(type(module)) and any(
-        child not in styled for child in _children_with_params(module, name)
-    ):
-        return _CHILDREN
-    if any(isinstance(child, _LISTS) for child in module.children()):
+    read = _read_from_outside(module)
+    if read:
+        module.__dict__[_READ] = read
         return _CHILDREN
     if any(param is not None for param in module._parameters.values()):
         return _REPLICATE
@@ -50,33 +48,42 @@ def style_of_rest(
 
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
-_OWN_NAMES = frozenset({"weight", "bias"})
 _NO_FORWARD = frozenset({"__init__", "_init_weights", "reset_parameters", "extra_repr"})
+_READ = "_plait_read"  # on a module: modules below it whose parameters its own code reads
 
 
-def _children_with_params(module: nn.Module, name: str) -> list[str]:
-    prefix = f"{name}." if name else ""
-    return [prefix + child for child, part in module.named_children() if part._parameters]
+def _read_from_outside(module: nn.Module) -> list[nn.Module]:
+    """Modules below one whose parameters are read without a call of their forward.
+
+    A convolution whose weight is handed to a kernel, a table that is indexed, a module of which
+    another method than `forward` is called: their parameters have to be plain tensors in the module
+    above them.
+    """
+    mentioned = _mentioned(type(module))
+    found = []
+    for child in module.children():
+        below = [child, *child.children()]
+        found += [part for part in below if mentioned & set(part._parameters)]
+        outside = _mentioned(type(child), without=("forward",)) & set(child._parameters)
+        if isinstance(child, _LISTS) or (outside and child not in found):
+            found.append(child)
+    return [part for part in found if any(p is not None for p in part._parameters.values())]
 
 
 @lru_cache(maxsize=4096)
-def _reads_children(kind: Any) -> bool:
-    """Whether a class's own code mentions the weight or bias of something.
-
-    A convolution whose weight is handed to a kernel, or a table that is indexed, is not called: its
-    parameters have to be plain tensors in the module that reads them.
-    """
-    if kind.__module__.startswith("torch."):
-        return False
+def _mentioned(kind: Any, without: tuple[str, ...] = ()) -> frozenset[str]:
+    """Names of all attributes that a class's own methods mention."""
+    names: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.startswith("torch."):
             break
         for key, function in vars(base).items():
-            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-            if key not in _NO_FORWARD and isinstance(code, types.CodeType):
-                if _OWN_NAMES & set(code.co_names):
-                    return True
-    return False
+            if key in _NO_FORWARD or key in without or not callable(function):
+                continue
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if isinstance(code, types.CodeType):
+                names |= set(code.co_names)
+    return frozenset(names)
 
 
 class _TreeParams:
@@ -123,7 +130,7 @@ class _Tree(ReplicateParallel):
 
 class _Children(ReplicateParallel):
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
-        whole = [part for part in module.children() if not _is_split(part)]
+        whole = [part for part in module.__dict__[_READ] if not _is_split(part)]
         return _TreeParams([module, *whole])
 
 
