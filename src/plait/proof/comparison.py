@@ -22,7 +22,13 @@ from plait.proof.tokens import compare_tokens
 from plait.state import full_state_dict, state_of
 
 _PER_HEAD = ("attentions", "decoder_attentions", "encoder_attentions", "cross_attentions")
-_NOTES = {"slice": "a slice on each rank", "terms": "terms of a sum", "unknown": "other layout"}
+_NOTES = {
+    "slice": "slice",
+    "terms": "terms of a sum",
+    "unknown": "other layout",
+    "missing": "not run",
+}
+_ORDER = ("equal", "terms", "slice", "unknown", "missing", "different")
 
 
 def prove(
@@ -220,34 +226,26 @@ def _weight_rows(pair: Pair) -> list[Row]:
         for name in [*whole, *(split.keys() - whole.keys())]
         if name in wrong
     ]
-    note = f"{len(common)} tensors, each held once or whole"
+    note = f"{len(common)} tensors, each equal"
     return rows or [Row("", "weights", "all parameters", note=note)]
 
 
 def _output_rows(matches: Mapping[Key, Match], tolerance: float) -> list[Row]:
     """One row a module, in order of execution, for the worst of what it gives."""
-    order = ("equal", "terms", "slice", "unknown", "different")
-    worst: dict[str, Match] = {}
+    seen: dict[str, list[Match]] = {}
     for key, match in matches.items():
-        if key.side != "out" or not key.module:
-            continue
-        held = worst.get(key.module)
-        rank = order.index(match.relation)
-        if held is None or (rank, match.relative) > (order.index(held.relation), held.relative):
-            worst[key.module] = match
-    return [
-        Row(
-            name,
-            "output",
-            name,
-            None if match.relation in ("unknown", "terms") else match.relative,
-            match.scale,
-            tolerance,
-            {"different": False, "unknown": None}.get(match.relation, True),
-            _NOTES.get(match.relation, ""),
-        )
-        for name, match in worst.items()
-    ]
+        if key.side == "out" and key.module:
+            seen.setdefault(key.module, []).append(match)
+    rows = []
+    for name, all_of in seen.items():
+        worst = max(all_of, key=lambda match: _ORDER.index(match.relation))
+        sized = [m for m in all_of if m.relation in ("equal", "slice", "different")]
+        largest = max(sized, key=lambda match: match.relative, default=None)
+        gap, scale = (None, 0.0) if largest is None else (largest.relative, largest.scale)
+        ok = {"different": False, "unknown": None, "missing": None}.get(worst.relation, True)
+        note = _NOTES.get(worst.relation, "")
+        rows.append(Row(name, "output", name, gap, scale, tolerance, ok, note))
+    return rows
 
 
 def _final_rows(pair: Pair, matches: Mapping[Key, Match]) -> list[Row]:

@@ -113,13 +113,12 @@ def _embedding_rows(pair: "Pair", expected: Run, got: Run) -> list[Row]:
         seen = [rank.get(name) for rank in gaps]
         known = [gap for gap in seen if gap is not None]
         gap = max(known) if len(known) == len(seen) else None
-        # Where it is one term on each rank, as before a layer that sums, the parameters tell.
-        ok = True if gap is not None and gap <= pair.tolerance else None
+        # It may be one term on each rank, before a layer that sums: then the parameters tell.
+        ok = gap is not None and gap <= pair.tolerance
         scale = gap_and_scale(x, x)[1]
-        note = "of what it gives" if ok else "terms or slices"
-        rows.append(
-            Row(name, "gradient", name, gap if ok else None, scale, pair.tolerance, ok, note)
-        )
+        if ok:
+            note = f"the output of {name}"
+            rows.append(Row(name, "gradient", note, gap, scale, pair.tolerance))
     return rows
 
 
@@ -139,8 +138,8 @@ def _drift_rows(pair: "Pair", order: Mapping[str, str]) -> list[Row]:
     wrong = set.union(*exchange(wrong, pair.mesh))
     note = "the ranks would drift apart: each has another gradient of the same parameter"
     rows = [Row(order[n], "drift", n, ok=False, note=note) for n in order if n in wrong]
-    same = f"{len(mine)} whole parameters: the same gradient on every rank, bit by bit"
-    return rows or [Row("", "drift", "replicas", note=same)]
+    same = f"{len(mine)} whole parameters have the same gradient on every rank, bit by bit"
+    return rows or [Row("", "drift", "drift", note=same)]
 
 
 def _is_whole(pair: "Pair", name: str, param: DTensor) -> bool:

@@ -142,7 +142,10 @@ def _raised(scene: Scene, order: Sequence[Key], module: str) -> Culprit:
     if _children(scene, module):
         return _own_code(scene, order, module, "fails")
     inputs = [k for k in order if k.module == module and k.side == "in"]
-    given = next((k for k in reversed(inputs) if scene.matches[k].relation != "unknown"), None)
+    given = next(
+        (k for k in reversed(inputs) if scene.matches[k].relation not in ("unknown", "missing")),
+        None,
+    )
     if given is not None:
         relation = scene.matches[given].relation
         maker = _maker(scene, order, given)

@@ -12,9 +12,9 @@ from plait.plan.intervals import Pieces
 from plait.proof.numbers import gap_and_scale, ratio
 from plait.proof.record import Key
 
-Relation = Literal["equal", "slice", "terms", "different", "unknown"]
-"""Equal to the whole; a slice of it; a term of a sum over the ranks; none of these; not compared.
-"""
+Relation = Literal["equal", "slice", "terms", "different", "unknown", "missing"]
+"""Equal to the whole; a slice of it; a term of a sum over the ranks; none of these; of another
+shape; not there on every rank."""
 
 _CANDIDATES = 4
 """Columns of the whole that are tried for one of a rank, by the nearness of a projection."""
@@ -75,7 +75,7 @@ def relate(
     for key, x in whole.items():
         seen = [look[key] for look in looks if key in look]
         if len(seen) < len(looks):
-            found[key] = Match("unknown", numel=x.numel())
+            found[key] = Match("missing", numel=x.numel())
             continue
         shapes, gaps = [s[0] for s in seen], [s[1] for s in seen]
         scale = max(seen[0][2], floor)

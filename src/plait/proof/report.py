@@ -1,7 +1,7 @@
 """What a comparison of a whole model and a split one has found."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from plait.plan.rules import generalize
@@ -41,6 +41,38 @@ class Row:
     tolerance: float = 0.0
     ok: bool | None = True
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the rows of one module, of equal layers, or of one kind of result say together.
+
+    Attributes:
+        name: The module, with `*` for the number of a layer; or the kind.
+        output: Largest difference of outputs; None where there is none.
+        gradient: Largest difference of gradients.
+        ok: False where any differs, None where one could not be compared.
+        notes: In words.
+    """
+
+    name: str
+    output: float | None = None
+    gradient: float | None = None
+    ok: bool | None = True
+    notes: tuple[str, ...] = ()
+
+    def joined(self, row: Row) -> "Line":
+        """The line with one row more."""
+        is_gradient = row.kind in ("gradient", "drift")
+        verdicts = (self.ok, row.ok)
+        note = "fails" if row.kind == "error" else row.note
+        return Line(
+            self.name,
+            self.output if is_gradient else _larger(self.output, row.difference),
+            _larger(self.gradient, row.difference) if is_gradient else self.gradient,
+            False if False in verdicts else None if None in verdicts else True,
+            self.notes if note in ("", *self.notes) else (*self.notes, note),
+        )
 
 
 @dataclass(frozen=True)
@@ -100,6 +132,12 @@ class Report:
             ],
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        """The report that `to_dict` has given."""
+        rows = tuple(Row(**row) for row in data["rows"])
+        return cls(rows, data["first"], data["why"], data["num_ranks"], data["dtype"])
+
     def summary(self) -> str:
         """The verdict in a line or two."""
         compared = sum(row.ok is not None for row in self.rows)
@@ -112,53 +150,49 @@ class Report:
         lines = f"{self.num_ranks} ranks do not give what one process gives."
         return f"{lines}\nFirst difference: {where}: {self.why}"
 
-    def lines(self) -> Iterator[Row]:
-        """The rows with those of equal layers made one, which has the largest difference."""
-        groups: dict[tuple[Any, ...], Row] = {}
+    def lines(self) -> list[Line]:
+        """One line a module, in order of execution; equal layers in one; then the results."""
+        wrong = {row.module for row in self.wrong} | {self.first}
+        lines: dict[str, Line] = {}
         for row in self.rows:
-            shown = _shown(row)
-            key = (generalize(shown), row.kind, row.ok, row.note)
-            if row.ok is False:
-                key = (shown, *key[1:])
-            held = groups.get(key)
-            if held is None:
-                groups[key] = replace(row, name=key[0])
-            elif (row.difference or 0.0) > (held.difference or 0.0):
-                groups[key] = replace(held, difference=row.difference, scale=row.scale)
-        yield from groups.values()
+            if row.kind in ("output", "gradient", "drift", "error") and row.module:
+                name = row.module if row.module in wrong else generalize(row.module)
+            else:
+                name = row.kind
+            line = lines.setdefault(name, Line(name))
+            lines[name] = line.joined(row)
+        inner = [line for line in lines.values() if line.name not in DECISIVE]
+        return inner + [lines[kind] for kind in DECISIVE if kind in lines]
 
     def table(self) -> "Table":
-        """A table for rich, equal layers in one line."""
+        """A table for rich: largest difference of each module's outputs and gradients."""
         from rich.table import Table
 
         shown = Table(box=None, pad_edge=False, header_style="bold")
-        for title, side in (
-            ("module", "left"),
-            ("compared", "left"),
-            ("difference", "right"),
-            ("", "left"),
-        ):
-            shown.add_column(title, justify="right" if side == "right" else "left", no_wrap=False)
-        for row in self.lines():
-            size = "" if row.difference is None else f"{row.difference:.0e}"
-            verdict = {True: "ok", False: "DIFFERS", None: "not compared"}[row.ok]
-            style = {True: "", False: "bold red", None: "dim"}[row.ok]
-            note = f"{verdict}: {row.note}" if row.note else verdict
-            shown.add_row(row.name, row.kind, size, note, style=style)
+        shown.add_column("module", no_wrap=True)
+        shown.add_column("output", justify="right", no_wrap=True)
+        shown.add_column("gradient", justify="right", no_wrap=True)
+        shown.add_column("")
+        for line in self.lines():
+            numbers = ["" if x is None else f"{x:.0e}" for x in (line.output, line.gradient)]
+            verdict = {True: "ok", False: "DIFFERS", None: "not compared"}[line.ok]
+            style = {True: "", False: "bold red", None: "dim"}[line.ok]
+            notes = f"{verdict}: {', '.join(line.notes)}" if line.notes else verdict
+            if line.name == self.first:
+                notes, style = f"{notes}  <- look here first", "bold red"
+            shown.add_row(line.name, *numbers, notes, style=style)
         return shown
 
     def __str__(self) -> str:
         lines = [self.summary()]
-        for row in [row for row in self.lines() if row.ok is False][:20]:
+        for row in self.wrong[:20]:
             size = "" if row.difference is None else f" {row.difference:.1e} of {row.scale:.1e}"
-            lines.append(f"  {row.kind} {row.name}:{size} {row.note}".rstrip())
+            lines.append(f"  {row.kind} {row.name or row.kind}:{size} {row.note}".rstrip())
         return "\n".join(lines)
 
 
-def _shown(row: Row) -> str:
-    if row.kind in ("output", "error"):
-        return row.module or "(model)"
-    return row.name
+def _larger(x: float | None, y: float | None) -> float | None:
+    return y if x is None else x if y is None else max(x, y)
 
 
 def _finite(x: float | None) -> float | None:
