@@ -58,11 +58,11 @@ def derive(names: ModelNames) -> Derived:
     ends(tree, found)
     _rest(tree, found)
     rules = _patterns(found.styles, [*names.modules, *names.params])
-    reasons = {name: why for name, why in found.reasons.items() if name not in found.styles}
     whole: dict[str, str] = {}
-    for name, why in reasons.items():
-        whole.setdefault(generalize(name), why)
-    return Derived(rules, {name: why for name, why in whole.items() if name not in rules})
+    for name, why in found.reasons.items():
+        if found.styles.get(name, "replicate") == "replicate":
+            whole.setdefault(generalize(name), why)
+    return Derived(rules, whole)
 
 
 def _rest(tree: Tree, found: Found) -> None:

@@ -58,15 +58,21 @@ def _embedding(tree: Tree, name: str, sizes: set[int], tied: bool, found: Found)
         return
     leaf, above = last(name), tree.kind(parent(name))
     if any(tree.has_params(child) for child in tree.children.get(name, ())):
-        found.reasons[name] = "it has parts of its own that need the whole row"
+        _replicated(name, "it has parts of its own that need the whole row", found)
     elif above in known.EMBEDDING_READERS:
-        found.reasons[name] = f"{above} reads its weight itself"
+        _replicated(name, f"{above} reads its weight itself", found)
     elif leaf in known.TOKENS or shape[0] in sizes or (tied and not known.POSITIONS.search(leaf)):
         found.styles[name] = "embedding_rowwise"
     elif known.POSITIONS.search(leaf) or shape[0] < _MANY_ROWS:
         found.reasons[name] = "positions, types and other small tables stay whole"
     else:
         found.styles[name] = "embedding_rowwise"
+
+
+def _replicated(name: str, why: str, found: Found) -> None:
+    """Whole, and said as a rule: it holds against one that a model ships."""
+    found.styles[name] = "replicate"
+    found.reasons[name] = why
 
 
 def _head(tree: Tree, layer: Layer, sizes: set[int], tied: set[str], found: Found) -> None:

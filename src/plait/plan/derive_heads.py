@@ -60,6 +60,8 @@ def find_heads(tree: Tree, block: Block) -> tuple[Heads | None, str]:
     num = num or (width // dim if dim else None)
     if not num or width % num:
         return None, f"the number of its heads is not known (output projection reads {width})"
+    if num == 1:
+        return None, "it has one head"
     v_dim = width // num
     qk_dim = own_dim or tree.fact(block.name, ("qk_head_dim",)) or v_dim
     return _checked(block, num, qk_dim, v_dim)
