@@ -58,6 +58,13 @@ bench: setup ## plait beside its peers, as in the README (about 15 minutes; on a
 	@$(SHOW) "reading" $(PY) benchmarks/loading.py
 	@$(SHOW) "speed-up picture" $(PY) benchmarks/tp_speedup.py
 
+##@ Every architecture
+.PHONY: sweep
+sweep: setup ## Every language model of transformers, split, against one process; writes docs/models.md
+	@mkdir -p build
+	@HF_HUB_OFFLINE=1 $(PY) -m tests.sweep.run --json build/sweep.json $(ARGS) || true
+	@$(PY) -m tests.sweep.table build/sweep.json docs/models.md
+
 ##@ Other
 .PHONY: setup format serve-docs constraints clean help
 setup: $(VENV)/.installed ## The virtual environment only

@@ -44,21 +44,7 @@ def example_batch(
     ids, made = _with_pictures(model, ids, made, batch)
     made["input_ids"] = ids
     picture = pictures.token(config)
-    if "mm_token_type_ids" in takes:
-        made["mm_token_type_ids"] = (ids == (-1 if picture is None else picture)).long()
-    if "image_attention_mask" in takes and "pixel_values" in made:
-        made["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-    if "bbox" in takes:
-        made["bbox"] = torch.rand(*ids.shape, 4, generator=draw, dtype=torch.float64).sort(-1)[0]
-    if "image_embeds_position_mask" in takes and "pixel_values" in made:
-        mask = torch.zeros_like(ids)
-        mask[:, 1 : 1 + config.latent_query_num] = 1
-        made["image_embeds_position_mask"] = mask
-    if "cross_attention_mask" in takes and "aspect_ratio_mask" in made:
-        tiles = made["aspect_ratio_mask"].shape[-1]
-        made["cross_attention_mask"] = torch.ones(*ids.shape, 1, tiles, dtype=torch.long)
-    if "token_type_ids" in takes and "pixel_values" in made:
-        made["token_type_ids"] = (ids == (-1 if picture is None else picture)).long()
+    made |= _beside(config, takes, made, draw)
     if padding and "attention_mask" in takes:
         mask = torch.ones_like(ids)
         mask[-1, :2] = 0
@@ -70,7 +56,36 @@ def example_batch(
         elif "attention_mask" in made:
             labels = labels.masked_fill(made["attention_mask"] == 0, -100)
         made["labels"] = labels
+    codebooks = getattr(text, "num_codebooks", 0)
+    if config.model_type.startswith("musicgen") and codebooks:
+        made["input_ids"] = ids.repeat_interleave(codebooks, 0)
+        made["labels"] = ids.unsqueeze(-1).repeat(1, 1, codebooks)
     return made
+
+
+def _beside(
+    config: Any, takes: set[str], made: dict[str, Any], draw: torch.Generator
+) -> dict[str, Any]:
+    """What some models ask for beside ids and pictures: which tokens are which, and where."""
+    ids, token = made["input_ids"], pictures.token(config)
+    picture = -1 if token is None else token
+    more: dict[str, Any] = {}
+    if "mm_token_type_ids" in takes:
+        more["mm_token_type_ids"] = (ids == picture).long()
+    if "image_attention_mask" in takes and "pixel_values" in made:
+        more["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
+    if "bbox" in takes:
+        more["bbox"] = torch.rand(*ids.shape, 4, generator=draw, dtype=torch.float64).sort(-1)[0]
+    if "image_embeds_position_mask" in takes and "pixel_values" in made:
+        mask = torch.zeros_like(ids)
+        mask[:, 1 : 1 + config.latent_query_num] = 1
+        more["image_embeds_position_mask"] = mask
+    if "cross_attention_mask" in takes and "aspect_ratio_mask" in made:
+        tiles = made["aspect_ratio_mask"].shape[-1]
+        more["cross_attention_mask"] = torch.ones(*ids.shape, 1, tiles, dtype=torch.long)
+    if "token_type_ids" in takes and "pixel_values" in made:
+        more["token_type_ids"] = (ids == picture).long()
+    return more
 
 
 def _with_pictures(
