@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -227,24 +227,27 @@ def verdict_of(model: str, split: Any, report: Any, mesh: Any) -> Verdict:
 
     state = state_of(split)
     assert state is not None
-    plan = _collapsed({entry.name: entry.style for entry in state.plan.entries})
+    names = [n for n, _ in [*split.named_modules(), *split.named_parameters()]]
+    plan = _collapsed({entry.name: entry.style for entry in state.plan.entries}, names)
     held = comm.exchange(round(held_fraction(split), 4), mesh)
     return Verdict(model, plan, held, report.to_dict())
 
 
-def _collapsed(styles: dict[str, str]) -> dict[str, str]:
-    """Styles by name, those that all layers share under one pattern."""
+def _collapsed(styles: dict[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Styles by name; under one pattern where every layer has a style, most of them this one."""
     from plait.plan.rules import generalize
 
+    layers = Counter(generalize(name) for name in names)
     found: dict[str, dict[str, list[str]]] = {}
     for name, style in styles.items():
         found.setdefault(generalize(name), {}).setdefault(style, []).append(name)
-    plan = {}
+    plan: dict[str, str] = {}
     for pattern, by_style in found.items():
         usual = max(by_style, key=lambda style: len(by_style[style]))
-        plan[pattern] = usual
-        others = [(n, style) for style, names in by_style.items() if style != usual for n in names]
-        plan.update(others)
+        if sum(map(len, by_style.values())) == layers[pattern]:
+            plan[pattern] = usual
+            del by_style[usual]
+        plan.update((name, style) for style, group in by_style.items() for name in group)
     return plan
 
 
