@@ -6,6 +6,7 @@ from plait.plan import derive_names as known
 from plait.plan.derive_heads import Block, find_heads, layout_of
 from plait.plan.derive_inside import inside
 from plait.plan.derive_tree import Found, Layer, Tree, last, parent
+from plait.plan.roles import HEAD_DIM, NUM_HEADS
 
 _FUSED_STYLES = {
     "sections": "colwise_qkv",
@@ -57,7 +58,7 @@ def _block(tree: Tree, name: str, found: Found) -> Block | None:
     layers = tree.layers(name)
     kind = tree.kind(name)
     feeds = known.MLP_CLASS.search(kind) and "att" not in kind.lower()
-    if not layers or feeds or known.MIXERS.search(kind):
+    if not layers or feeds or "Indexer" in kind or known.MIXERS.search(kind):
         return None
     roles: dict[str, list[Layer]] = {}
     for layer in layers:
@@ -69,7 +70,9 @@ def _block(tree: Tree, name: str, found: Found) -> Block | None:
     if "q" in roles and "qkv" in roles and "k" not in roles:
         roles["kv"] = roles.pop("qkv")  # cross attention of GPT-2: a fused name for k and v
     separate = "q" in roles and ({"k", "v"} <= set(roles) or "kv" in roles or "kv_b" in roles)
-    fused = "qkv" in roles and len(layers) <= 4
+    separate = separate or ("q" in roles and "o" in roles and _shares_keys(tree, name))
+    about = f"{kind} {last(name)}".lower()
+    fused = "qkv" in roles and len(layers) <= 4 and ("att" in about or _knows_heads(tree, name))
     if not separate and not fused:
         return None
     outputs = roles.pop("o", []) or _nested_output(tree, name, roles)
@@ -83,6 +86,21 @@ def _block(tree: Tree, name: str, found: Found) -> Block | None:
     mapped = {role: tuple(found_layers) for role, found_layers in roles.items()}
     others += outputs if output is None else []
     return Block(name, mapped, output, tuple(o for o in others if o is not output))
+
+
+def _knows_heads(tree: Tree, name: str) -> bool:
+    own = tree.names.facts.get(name, {})
+    return any(key in own for key in (*NUM_HEADS, *HEAD_DIM))
+
+
+def _shares_keys(tree: Tree, name: str) -> bool:
+    """Whether a module without keys and values is of a class that has them elsewhere (Gemma 3n)."""
+    kind = tree.kind(name)
+    return any(
+        {"k", "v"} <= {role for x in tree.layers(other) for role, n in _ROLES if x.role in n}
+        for other, its in tree.names.modules.items()
+        if its == kind
+    )
 
 
 def _by_shape(
@@ -169,7 +187,7 @@ def _obstacle(kind: str, block: Block) -> str:
         return f"it has further layers: {', '.join(layer.role for layer in block.others)}"
     if block.output is None:
         return "no output projection was found"
-    doubled = [role for role, layers in block.by_role.items() if len(layers) > 1]
+    doubled = [r for r, layers in block.by_role.items() if len(layers) > 1 and r != "extra"]
     return f"several layers look like its {doubled[0]}" if doubled else ""
 
 

@@ -76,6 +76,8 @@ def _child(
         rows = tree.own_params[child].get("weight", (0, 0))
         if rows[1] == counts[0]:
             return {child: "head_embedding"}, ""
+        if rows[1] == width // counts[0]:  # one table for every head: each rank has a term
+            return {child: "replicated_with_grad_allreduce"}, ""
         return {}, f"it has a table {leaf} of its own"
     if "norm" in kind.lower() or "norm" in leaf.lower():
         return _norm(tree, child, counts, width)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from plait.plan import derive_names as known
-from plait.plan.derive_tree import Found, Layer, Tree, last
+from plait.plan.derive_tree import LINEAR, Found, Layer, Tree, last
 
 _CONVOLUTION = re.compile(r"Conv\d?d|Conv$")
 
@@ -141,7 +141,7 @@ def _between(tree: Tree, name: str, width: int, claimed: set[str]) -> tuple[dict
     outside = {layer.into for layer in tree.layers(name) if layer.name in claimed} - {width}
     for child in tree.children.get(name, ()):
         kind, own = tree.kind(child), tree.own_params.get(child, {})
-        if child in claimed or not tree.has_params(child):
+        if child in claimed or kind in LINEAR or not tree.has_params(child):
             continue
         sizes = {shape[0] for shape in own.values() if shape}
         if "norm" in kind.lower():

@@ -42,7 +42,10 @@ GATE = _words("g_proj gate_proj output_gate gate gate_linear")
 """Gates on the output of an attention: one per feature or one per head."""
 
 PER_HEAD_EXTRA = _words(
-    "relative_k_proj linear_pos pos_proj relative_key_proj r_proj w2e_query e2w_query e2e_query"
+    """
+    relative_k_proj linear_pos pos_proj relative_key_proj r_proj sink_proj w2e_query e2w_query
+    e2e_query
+    """
 )
 """Further projections of an attention with features for every query head."""
 
@@ -79,6 +82,7 @@ OTHER_LAYOUTS = {
 READS_WEIGHTS = {
     "DisentangledSelfAttention": "it reads the weight of its projection itself",
     "MultiheadAttention": "torch's own attention reads the weights of its projections itself",
+    "DeepseekV4Attention": "its output projection works group by group on its own weight",
     "DetrMHAttentionMap": "it reads the weight of its projection itself",
     "ConditionalDetrMHAttentionMap": "it reads the weight of its projection itself",
 }
@@ -163,6 +167,8 @@ PAIRS = (
     ("img_projection_up", "img_projection_down"),
     ("fc", "proj"),
     ("pwconv1", "pwconv2"),
+    ("merge_linear_1", "merge_linear_2"),
+    ("in_proj", "out_proj"),
 )
 """First and last layer of an MLP."""
 
