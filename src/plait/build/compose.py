@@ -15,20 +15,22 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait import mesh as meshes
 from plait.build.apply import apply
-from plait.build.checks import check
+from plait.build.checks import check as check_plan
 from plait.build.names import names_of
+from plait.build.proven import Check, why_unproven
 from plait.build.root import install_root
-from plait.build.rules import TpPlan, rules_for
+from plait.build.rules import Rules, TpPlan, rules_for
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.layout import DistributedConfig, ParallelismConfig
-from plait.plan import Plan, resolve
+from plait.plan import ModelNames, Plan, resolve
 from plait.plan.attention import with_heads
 from plait.run import environment, process_group
 from plait.state import STATE, ParallelState, held_fraction
@@ -45,6 +47,7 @@ def parallelize(
     tp_plan: TpPlan = None,
     *,
     device_mesh: DeviceMesh | None = None,
+    check: Check = True,
 ) -> nn.Module:
     """Split a module over the ranks, in place.
 
@@ -54,10 +57,15 @@ def parallelize(
         tp_plan: Rules, name pattern → style name, which replace or join the module's own. None:
             those of `config`, or `"auto"`. `"auto"`: the plan that the module ships (a `_tp_plan`,
             as models of transformers have), improved and completed by one derived from its
-            structure. `"model"`: the shipped one as it stands. `{}`: no rule. Rules for a module that
-            ships no plan are the whole plan; `derive_plan` gives a base to join them with.
+            structure. `"model"`: the shipped one as it stands. `{}`: no rule. Rules for a module
+            that ships no plan are the whole plan; `derive_plan` gives a base to join them with.
         device_mesh: A mesh to use instead of building one: one axis, or one that has an axis named
             `tp`. The sizes in `config` are then not looked at.
+        check: Whether rules that were derived are proven before they are used: a small copy of the
+            model runs whole and split on these ranks, once for each class and config (some
+            seconds). A batch, keyword arguments of the forward: the module itself is run with it,
+            in float64, which works for any module. False: they are used unproven. Where a proof
+            fails, a model that ships a plan is split by that one alone, with a warning.
 
     Returns:
         The module itself. Its parameters are DTensors on the axis `tp`, under the same names.
@@ -66,10 +74,11 @@ def parallelize(
     Raises:
         LayoutError: The sizes do not fit the processes, heads do not divide, or the module has been
             split before. Nothing has been changed.
-        PlanError: The plan cannot be applied; every problem is listed. Nothing has been changed.
+        PlanError: The plan cannot be applied; every problem is listed. Or a derived plan is not
+            right, or cannot be proven. Nothing has been changed.
 
     Comm:
-        None, except that the first call of a process makes the groups of the mesh.
+        The first call of a process makes the groups of the mesh. A proof runs models.
     """
     split = [n or "the module itself" for n, p in module.named_modules() if is_split(p)]
     if split:
@@ -84,8 +93,8 @@ def parallelize(
         return module
     tp_mesh = tp_axis(mesh)
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
-    plan = plan_for(module, chosen, tp_mesh.size())
-    check(module, plan, tp_mesh)
+    plan = _proven_plan(module, chosen, tp_mesh, check)
+    check_plan(module, plan, tp_mesh)
     layouts = apply(module, plan, tp_mesh)
     module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
     install_root(module)
@@ -105,6 +114,37 @@ def parallelize(
             100 * held,
         )
     return module
+
+
+def _proven_plan(module: nn.Module, tp_plan: TpPlan, tp_mesh: DeviceMesh, check: Check) -> Plan:
+    """The plan to apply, its derived rules proven, or without them.
+
+    Raises:
+        PlanError: Derived rules are wrong, or cannot be proven, and there are no others.
+    """
+    names = names_of(module)
+    rules = rules_for(module, names, tp_plan)
+    split = partial(parallelize, tp_plan="auto", device_mesh=tp_mesh, check=False)
+    wrong = why_unproven(module, rules, check, tp_mesh, split)
+    if wrong and not rules.shipped:
+        raise PlanError(
+            f"The plan derived for {names.model} over {tp_mesh.size()} ranks:",
+            wrong,
+            [
+                "tp_plan={…} with rules of your own; plait check shows where it differs",
+                "check=batch: prove it on the module itself" if check is True else "another batch",
+                "check=False: use it as it is",
+            ],
+        )
+    if wrong:
+        if environment.world().rank == 0:
+            _log.warning(
+                "%s is split by the plan it ships alone, since the improved one is not proven: %s",
+                names.model,
+                wrong,
+            )
+        rules = Rules(rules.shipped)
+    return _plan(names, rules, tp_plan, tp_mesh.size())
 
 
 def is_split(part: nn.Module) -> bool:
@@ -152,19 +192,22 @@ def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> P
         PlanError: It cannot be resolved, or there are no rules at all.
     """
     names = names_of(module)
-    found = rules_for(module, names, tp_plan)
+    return _plan(names, rules_for(module, names, tp_plan), tp_plan, num_ranks)
+
+
+def _plan(names: ModelNames, rules: Rules, tp_plan: TpPlan, num_ranks: int) -> Plan:
     user = None if tp_plan is None or isinstance(tp_plan, str) else tp_plan
-    plan = resolve(names, found.merged, user, list(ALL_PARALLEL_STYLES), derived=found.derived)
+    plan = resolve(names, rules.merged, user, list(ALL_PARALLEL_STYLES), derived=rules.derived)
     if user is None and not plan.entries:
         raise PlanError(
             f"Tensor parallelism for {names.model}:",
-            ["it ships no plan, and none can be derived from its structure", *found.reasons],
+            ["it ships no plan, and none can be derived from its structure", *rules.reasons],
             [
                 "tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'} with its own names",
                 "tp_size=1",
             ],
         )
-    plan = replace(plan, whole=found.whole if user is None else {})
+    plan = replace(plan, whole=rules.whole if user is None else {})
     return with_heads(plan, names, num_ranks)
 
 

@@ -78,6 +78,4 @@ def _shipped(module: nn.Module) -> Mapping[str, str]:
 
 def _improvements(shipped: Mapping[str, str], derived: Mapping[str, str]) -> dict[str, str]:
     """Derived rules that say something else than the shipped ones."""
-    return {
-        pattern: style for pattern, style in derived.items() if shipped.get(pattern) != style
-    }
+    return {pattern: style for pattern, style in derived.items() if shipped.get(pattern) != style}

@@ -11,6 +11,7 @@ gathered when they are used. So norms, optimizers and checkpoints meet every ele
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from plait.plan.heads import HeadMap
@@ -114,10 +115,10 @@ def _places(runs: Sequence[Run], heads: HeadMap, rank: int) -> tuple[Pieces | No
 
 
 def _owned(size: int, need: Sequence[Pieces]) -> tuple[Pieces, ...]:
-    """Each index on one of the ranks that need it; a stretch that several need is divided evenly."""
+    """Each index on one of the ranks that need it; a stretch of several is divided evenly."""
     borders = sorted({0, size} | {at for pieces in need for piece in pieces for at in piece})
     owner: list[tuple[int, int, int]] = []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         ranks = [
             rank
             for rank, pieces in enumerate(need)

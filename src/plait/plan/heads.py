@@ -1,4 +1,4 @@
-"""Which rank computes which attention heads: whole heads only, for any counts and any number of ranks.
+"""Which rank computes which attention heads: whole heads only, for any counts and any ranks.
 
 Query head `h` of `H` meets key/value head `h // (H / K)` of `K`. A rank computes a stretch of query
 heads and needs every key/value head that one of them meets; a key/value head that several ranks

@@ -72,7 +72,7 @@ _KEY_NORMS = (
 
 
 def role(name: str, style: str) -> str:
-    """`"q"`, `"k"`, `"v"`, `"qkv"`, `"kv"`, `"kv_b"`, `"o"`, or `"heads"`: one entry per query head."""
+    """Returns q, k, v, qkv, kv, kv_b, o, or "heads" for what has an entry for each query head."""
     last = name.rpartition(".")[2]
     if style in FUSED:
         return FUSED[style]

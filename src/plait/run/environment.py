@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from plait.errors import LayoutError
 
@@ -71,6 +72,17 @@ def world(environ: Mapping[str, str] | None = None) -> World:
             _START_WITH_TORCHRUN,
         )
     return found
+
+
+def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where plait keeps what can be computed again: `$XDG_CACHE_HOME/plait`, or `~/.cache/plait`.
+
+    Args:
+        environ: Where to read XDG_CACHE_HOME and HOME; None reads the environment.
+    """
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "."), ".cache")
+    return Path(base) / "plait"
 
 
 _START_WITH_TORCHRUN = (

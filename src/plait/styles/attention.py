@@ -73,7 +73,7 @@ def localize(module: nn.Module, found: Attention, mesh: DeviceMesh) -> None:
 
 
 class LocalConfig:
-    """A config as an attention sees it: some counts are those of one rank, all else is the config's.
+    """A config as an attention sees it: some counts are those of one rank.
 
     Args:
         config: The model's config; what is set later is seen here.
@@ -164,7 +164,7 @@ class _Rows:
         self.num_heads, self.places, self.mesh = num_heads, places, mesh
 
     def of(self, x: Any, flat: bool = False) -> Any:
-        """The rank's rows of `[batch, heads, query, key]`; any other tensor, and all else, as it is.
+        """The rank's rows of `[batch, heads, query, key]`; anything else as it is.
 
         Args:
             x: An argument of the attention.

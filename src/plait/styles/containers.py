@@ -59,15 +59,19 @@ def _read_from_outside(module: nn.Module) -> list[nn.Module]:
     another method than `forward` is called: their parameters have to be plain tensors in the module
     above them.
     """
-    mentioned = _mentioned(type(module))
+    mentioned = _mentioned(_kind(module))
     found = []
     for child in module.children():
         below = [child, *child.children()]
         found += [part for part in below if mentioned & set(part._parameters)]
-        outside = _mentioned(type(child), without=("forward",)) & set(child._parameters)
+        outside = _mentioned(_kind(child), without=("forward",)) & set(child._parameters)
         if isinstance(child, _LISTS) or (outside and child not in found):
             found.append(child)
     return [part for part in found if any(p is not None for p in part._parameters.values())]
+
+
+def _kind(module: nn.Module) -> Any:
+    return type(module)  # hashable, which its stub denies
 
 
 @lru_cache(maxsize=4096)

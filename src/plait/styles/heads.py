@@ -7,6 +7,7 @@ summed once and lies where the element lies. Without gradients the gathered rows
 parameter changes.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def rearranged(x: torch.Tensor, dim: int, pieces: Pieces) -> torch.Tensor:
         pieces: Half-open ranges along it.
     """
     borders = sorted({0, x.shape[dim]} | {at for piece in pieces for at in piece})
-    sizes = [b - a for a, b in zip(borders, borders[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(borders)]
     parts = dict(zip(borders, x.split(sizes, dim=dim), strict=False))
     found = [part for a, b in pieces for at, part in parts.items() if a <= at < b]
     return found[0] if len(found) == 1 else torch.cat(found, dim=dim)
@@ -64,7 +65,7 @@ class RankCut:
             self._prepare(rank)
 
     def _prepare(self, rank: int) -> None:
-        """Where each range that the rank needs is found: in its own rows or in the gathered ones."""
+        """Where each range that the rank needs is: in its own rows or in the gathered ones."""
         cut = self.cut
         ends = [
             at for ranks in (cut.need, cut.owned) for pieces in ranks for p in pieces for at in p
@@ -161,7 +162,7 @@ def _elementary(pieces: Pieces, borders: list[int]) -> list[tuple[int, int]]:
     found = []
     for a, b in pieces:
         inside = [at for at in borders if a <= at <= b]
-        found += list(zip(inside, inside[1:], strict=False))
+        found += list(pairwise(inside))
     return found
 
 
