@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         AutoModelForSpeechSeq2Seq,
         AutoModelForTokenClassification,
     )
-    from plait.build import parallelize
+    from plait.build import DerivedPlan, derive_plan, parallelize
     from plait.consistency import Guard, guard
     from plait.errors import (
         CheckpointError,
@@ -53,7 +53,7 @@ _HOMES = {
         "AutoModelForSpeechSeq2Seq",
         "AutoModelForTokenClassification",
     ),
-    "plait.build": ("parallelize",),
+    "plait.build": ("DerivedPlan", "derive_plan", "parallelize"),
     "plait.consistency": ("Guard", "guard"),
     "plait.errors": (
         "CheckpointError",
@@ -100,6 +100,7 @@ __all__ = [
     "TensorParallelLayer",
     "WeightsError",
     "adopt",
+    "derive_plan",
     "full_grads",
     "full_state_dict",
     "guard",

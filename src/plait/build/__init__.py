@@ -2,5 +2,14 @@
 
 from plait.build.checks import check
 from plait.build.compose import mesh_for, parallelize, plan_for, tp_axis
+from plait.build.rules import DerivedPlan, derive_plan
 
-__all__ = ["check", "mesh_for", "parallelize", "plan_for", "tp_axis"]
+__all__ = [
+    "DerivedPlan",
+    "check",
+    "derive_plan",
+    "mesh_for",
+    "parallelize",
+    "plan_for",
+    "tp_axis",
+]

@@ -26,7 +26,7 @@ from plait.build.checks import check as check_plan
 from plait.build.names import names_of
 from plait.build.proven import Check, why_unproven
 from plait.build.root import install_root
-from plait.build.rules import Rules, TpPlan, rules_for
+from plait.build.rules import DerivedPlan, Rules, TpPlan, rules_for
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.layout import DistributedConfig, ParallelismConfig
@@ -47,7 +47,7 @@ def parallelize(
     tp_plan: TpPlan = None,
     *,
     device_mesh: DeviceMesh | None = None,
-    check: Check = True,
+    check: Check | None = None,
 ) -> nn.Module:
     """Split a module over the ranks, in place.
 
@@ -61,7 +61,8 @@ def parallelize(
             that ships no plan are the whole plan; `derive_plan` gives a base to join them with.
         device_mesh: A mesh to use instead of building one: one axis, or one that has an axis named
             `tp`. The sizes in `config` are then not looked at.
-        check: Whether rules that were derived are proven before they are used: a small copy of the
+        check: Whether rules that were derived are proven before they are used; None: as `config`
+            says, which is True unless told otherwise. True: a small copy of the
             model runs whole and split on these ranks, once for each class and config (some
             seconds). A batch, keyword arguments of the forward: the module itself is run with it,
             in float64, which works for any module. False: they are used unproven. Where a proof
@@ -93,6 +94,8 @@ def parallelize(
         return module
     tp_mesh = tp_axis(mesh)
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
+    if check is None:
+        check = getattr(config, "check_plan", True)
     plan = _proven_plan(module, chosen, tp_mesh, check)
     check_plan(module, plan, tp_mesh)
     layouts = apply(module, plan, tp_mesh)
@@ -124,7 +127,7 @@ def _proven_plan(module: nn.Module, tp_plan: TpPlan, tp_mesh: DeviceMesh, check:
     """
     names = names_of(module)
     rules = rules_for(module, names, tp_plan)
-    split = partial(parallelize, tp_plan="auto", device_mesh=tp_mesh, check=False)
+    split = partial(parallelize, tp_plan=tp_plan, device_mesh=tp_mesh, check=False)
     wrong = why_unproven(module, rules, check, tp_mesh, split)
     if wrong and not rules.shipped:
         raise PlanError(
@@ -196,7 +199,7 @@ def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> P
 
 
 def _plan(names: ModelNames, rules: Rules, tp_plan: TpPlan, num_ranks: int) -> Plan:
-    user = None if tp_plan is None or isinstance(tp_plan, str) else tp_plan
+    user = None if tp_plan is None or isinstance(tp_plan, str | DerivedPlan) else tp_plan
     plan = resolve(names, rules.merged, user, list(ALL_PARALLEL_STYLES), derived=rules.derived)
     if user is None and not plan.entries:
         raise PlanError(

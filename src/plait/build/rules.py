@@ -6,11 +6,55 @@ from typing import Any, Literal
 
 from torch import nn
 
+from plait.build.names import names_of
 from plait.errors import PlanError
-from plait.plan import ModelNames
+from plait.plan import ModelNames, PlanRules
 from plait.plan.derive import derive
 
 TpPlan = Mapping[str, str] | Literal["auto", "model"] | None
+
+
+class DerivedPlan(PlanRules):
+    """Rules found from a module's structure, an ordinary `dict[str, str]`.
+
+    Handed to `parallelize` as it is, it is proven before it is used; a copy of it as a plain dict,
+    or one that was changed, counts as rules of the user's.
+
+    Attributes:
+        whole: Pattern → why this part stays whole on every rank.
+    """
+
+    def __init__(self, rules: Mapping[str, str], whole: Mapping[str, str]) -> None:
+        super().__init__(rules)
+        self.whole = dict(whole)
+
+    def __str__(self) -> str:
+        parts = [super().__str__()]
+        if self.whole:
+            width = max(len(pattern) for pattern in self.whole)
+            parts.append("whole on every rank:")
+            parts += [f"{pattern:<{width}}  {why}" for pattern, why in self.whole.items()]
+        return "\n".join(parts)
+
+
+def derive_plan(module: nn.Module) -> DerivedPlan:
+    """A tensor-parallel plan from the structure of a module that ships none.
+
+    Found are attention (separate, fused and low-rank projections), MLPs, embeddings and heads, and
+    what lies between their layers, from names, shapes, module order and the counts of heads in
+    modules and configs. What is not recognised stays whole, with a reason. Nothing is run: the plan
+    is proven when it is used (`parallelize`), or by `plait check`.
+
+    Args:
+        module: A model of transformers or any other module, on any device.
+
+    Returns:
+        The rules, to be passed as `tp_plan`; they print as a table.
+
+    Comm: none.
+    """
+    found = derive(names_of(module))
+    return DerivedPlan(found.rules, found.whole)
 
 
 @dataclass(frozen=True)
@@ -65,6 +109,8 @@ def rules_for(module: nn.Module, names: ModelNames, tp_plan: TpPlan) -> Rules:
                 ["tp_plan='auto': a plan is derived from the model's structure", "rules of yours"],
             )
         return Rules(shipped)
+    if isinstance(tp_plan, DerivedPlan):
+        return Rules({}, tp_plan, tp_plan.whole)
     if not shipped and tp_plan is not None and tp_plan != "auto":
         return Rules(shipped)  # a module without a plan: the user's rules are the whole of it
     found = derive(names)

@@ -29,12 +29,12 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str | None:
 
 
 def plan(name: str, value: object) -> str | None:
-    """A plan is None, "auto" or a dict from pattern to style name."""
-    if value is None or value == "auto":
+    """A plan is None, "auto", "model" or a dict from pattern to style name."""
+    if value is None or value in ("auto", "model"):
         return None
     if not isinstance(value, Mapping):
         return (
-            f'{name} must be None, "auto" or a dict of pattern → style, '
+            f'{name} must be None, "auto", "model" or a dict of pattern → style, '
             f"got {value!r} ({type(value).__name__})"
         )
     wrong = [

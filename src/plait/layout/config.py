@@ -213,8 +213,10 @@ class DistributedConfig(ParallelismConfig):
     """A [`ParallelismConfig`][plait.layout.config.ParallelismConfig] with plans and switches.
 
     Args:
-        tp_plan: Tensor-parallel rules, pattern → style. None or "auto": the model's own plan. A
-            dict overrides single rules of it and keeps the rest; an empty dict applies none.
+        tp_plan: Tensor-parallel rules, pattern → style. None or "auto": the model's own plan,
+            improved and completed by one derived from its structure. "model": its own plan as it
+            stands. A dict overrides single rules and keeps the rest; an empty dict applies none.
+        check_plan: Prove derived rules on a small copy of the model before their first use.
         ep_plan: Expert rules, likewise.
         fsdp_plan: Sharding rules, likewise.
         enable_sequence_parallel: Split activations along the sequence between tensor-parallel
@@ -227,6 +229,7 @@ class DistributedConfig(ParallelismConfig):
     """
 
     tp_plan: Mapping[str, str] | str | None = None
+    check_plan: bool = True
     ep_plan: Mapping[str, str] | str | None = None
     fsdp_plan: Mapping[str, str] | str | None = None
     enable_sequence_parallel: bool = False
@@ -242,7 +245,12 @@ class DistributedConfig(ParallelismConfig):
             problems.append(checks.plan(name, value))
             if isinstance(value, Mapping):  # the caller's own dict may change later
                 object.__setattr__(self, name, dict(value))
-        for name in ("enable_sequence_parallel", "fsdp_cpu_offload", "fsdp_mixed_precision"):
+        for name in (
+            "check_plan",
+            "enable_sequence_parallel",
+            "fsdp_cpu_offload",
+            "fsdp_mixed_precision",
+        ):
             problems.append(checks.switch(name, getattr(self, name)))
         problems.append(
             checks.choice("ep_implementation", self.ep_implementation, EP_IMPLEMENTATIONS)

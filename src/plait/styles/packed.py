@@ -7,14 +7,12 @@ every packed part by itself, so that a rank's output is `[gate_local, up_local]`
 """
 
 from collections.abc import Sequence
-from math import gcd
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout, packed
