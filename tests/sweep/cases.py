@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import os
 import time
 import traceback
@@ -18,6 +19,7 @@ from plait.testing import parity
 from tests.sweep.catalogue import Case, config_of
 
 NEW_TOKENS = 8
+NOT_TEXT = {"flattened_patches", "input_features", "input_values", "pixel_values"}
 
 
 @dataclass
@@ -115,9 +117,8 @@ def _build(case: Case, whole: Whole) -> Whole:
     except Exception as error:
         whole.problem = where(error)
         return whole
-    if case.model.kind == "image-text" and not {"pixel_values", "flattened_patches"} & set(
-        whole.batch
-    ):
+    takes = inspect.signature(whole.model.forward).parameters.keys() & NOT_TEXT
+    if takes and not takes & whole.batch.keys():
         whole.notes.append("run on text alone")
     try:
         whole.outputs = _forward_backward(whole, whole.model)

@@ -53,6 +53,7 @@ def run_one(pool: Pool, case: Case, timeout_s: float) -> dict[str, Any]:
             "heads": "/".join(map(str, case.heads)),
             "status": "hung" if bad.status == "hung" else "crash",
             "detail": f"{bad.summary} ({place(bad.text or bad.stack)})",
+            "text": bad.text or bad.stack,
             "plan": values[0]["plan"] if values else "",
             "held": 0.0,
             "notes": [],

@@ -20,6 +20,9 @@ INDEX_LISTS = frozenset(
 )
 """Fields that list the numbers of special layers."""
 
+PER_LAYER = ("indexer_types", "activation_sparsity_pattern", "intermediate_size")
+"""Fields without "layer" in their names that may be lists with one entry per layer."""
+
 PERIODS = {
     "attn_layer_period": "attn_layer_offset",
     "expert_layer_period": "expert_layer_offset",
@@ -54,7 +57,7 @@ def lists_per_layer(fields: Mapping[str, Any], num_layers: int) -> dict[str, lis
     for name, value in fields.items():
         if not isinstance(value, list | tuple) or len(value) != num_layers:
             continue
-        named = "layer" in name or name in ("indexer_types", "activation_sparsity_pattern")
+        named = "layer" in name or name in PER_LAYER
         if named and name not in INDEX_LISTS:
             found[name] = list(value)
     return found

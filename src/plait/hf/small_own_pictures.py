@@ -108,6 +108,13 @@ def _qwen4(fields: dict[str, Any], sizes: Any) -> None:
     fields["ple_embed_dim"] = 16
 
 
+def _florence_vision(fields: dict[str, Any], sizes: Any) -> None:
+    stages = len(fields["embed_dim"])
+    fields["embed_dim"] = (sizes.hidden,) * stages
+    fields["num_heads"] = fields["num_groups"] = (sizes.heads,) * stages
+    fields["depths"] = (1,) * stages
+
+
 OWN: dict[str, Any] = {
     "aria": _aria,
     "chameleon": _chameleon,
@@ -115,6 +122,7 @@ OWN: dict[str, Any] = {
     "deepseek_ocr2_text": _sparse_after_dense,
     "diffusion_gemma_text": _diffusion_gemma,
     "emu3": _emu3,
+    "florence_vision": _florence_vision,
     "granite4_vision": _granite4_vision,
     "granite_speech_encoder": _granite_speech,
     "granite_speech_plus_encoder": _granite_speech,

@@ -158,7 +158,24 @@ def _patches_as_pictures(config: Any, batch: int, draw: torch.Generator) -> dict
     return made
 
 
+def _grid_with_merging(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    made = _patches_in_a_grid(config, batch, draw)
+    return made | {"image_merge_sizes": torch.full((batch,), 2)}
+
+
+def _padded_patches(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    patch = _number(config.vision_config, "patch_size", default=4)
+    places = _SIDE * _SIDE
+    return {
+        "pixel_values": torch.randn(batch, places, 3 * patch * patch, generator=draw),
+        "pixel_attention_mask": torch.ones(batch, places, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[_SIDE, _SIDE]] * batch),
+    }
+
+
 _OWN: dict[str, Any] = {
+    "lfm2_vl": _padded_patches,
+    "video_llama_3": _grid_with_merging,
     "deepseek_vl_hybrid": _high_and_low,
     "idefics": _several_pictures,
     "instructblip": _with_questions,

@@ -120,6 +120,9 @@ def _shrink(fields: MutableMapping[str, Any], sizes: Sizes) -> None:
     for name, value in old.items():
         if _is_integer(value) or (isinstance(value, list) and name in table.QUERY_HEADS):
             _shrink_number(fields, old, name, sizes)
+        elif isinstance(value, list | tuple) and name in table.MIDDLE and value:
+            widths = (sizes.intermediate, sizes.intermediate // 2)
+            fields[name] = type(value)(widths[one != max(value)] for one in fields[name])
         elif isinstance(value, float) and "drop" in name:
             fields[name] = 0.0
         if is_token(name):
