@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from plait.plan import ModelNames
+from plait.styles.code import reads
 
 
 def names_of(module: nn.Module) -> ModelNames:
@@ -48,7 +49,8 @@ def _facts(module: nn.Module) -> dict[str, Mapping[str, int]]:
     facts: dict[str, Mapping[str, int]] = {}
     seen: set[int] = set()
     for name, part in module.named_modules():
-        found = _integers(vars(part))
+        kind: Any = type(part)
+        found = _integers(vars(part)) | {f"reads.{child}": 1 for child in reads(kind)}
         config = vars(part).get("config")
         if config is not None and id(config) not in seen:
             seen.add(id(config))

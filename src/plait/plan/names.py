@@ -18,7 +18,8 @@ class ModelNames:
         facts: Module name → its public integer attributes (`num_heads`, `head_dim`, …; booleans as
             0 and 1). The integers of a module's config are there as `config.NAME`, under the first
             module that has this config. Under `""` stand the integers of the model's config under
-            their own names, those of nested configs as `text_config.NAME`.
+            their own names, those of nested configs as `text_config.NAME`. `reads.NAME` is 1 where
+            the module's own code reads the weight or bias of its part NAME.
     """
 
     modules: Mapping[str, str]

@@ -1,15 +1,13 @@
 """Modules that no rule names: their parameters are whole, and their forward sees plain tensors."""
 
-import inspect
-import types
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from plait.styles.code import mentioned
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.params import LocalParams
 from plait.styles.whole import ReplicateParallel
@@ -48,7 +46,6 @@ def style_of_rest(
 
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
-_NO_FORWARD = frozenset({"__init__", "_init_weights", "reset_parameters", "extra_repr"})
 _READ = "_plait_read"  # on a module: modules below it whose parameters its own code reads
 
 
@@ -59,12 +56,12 @@ def _read_from_outside(module: nn.Module) -> list[nn.Module]:
     another method than `forward` is called: their parameters have to be plain tensors in the module
     above them.
     """
-    mentioned = _mentioned(_kind(module))
+    mentioned = mentioned(_kind(module))
     found = []
     for child in module.children():
         below = [child, *child.children()]
         found += [part for part in below if mentioned & set(part._parameters)]
-        outside = _mentioned(_kind(child), without=("forward",)) & set(child._parameters)
+        outside = mentioned(_kind(child), without=("forward",)) & set(child._parameters)
         if isinstance(child, _LISTS) or (outside and child not in found):
             found.append(child)
     return [part for part in found if any(p is not None for p in part._parameters.values())]
@@ -72,22 +69,6 @@ def _read_from_outside(module: nn.Module) -> list[nn.Module]:
 
 def _kind(module: nn.Module) -> Any:
     return type(module)  # hashable, which its stub denies
-
-
-@lru_cache(maxsize=4096)
-def _mentioned(kind: Any, without: tuple[str, ...] = ()) -> frozenset[str]:
-    """Names of all attributes that a class's own methods mention."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith("torch."):
-            break
-        for key, function in vars(base).items():
-            if key in _NO_FORWARD or key in without or not callable(function):
-                continue
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            if isinstance(code, types.CodeType):
-                names |= set(code.co_names)
-    return frozenset(names)
 
 
 class _TreeParams:

@@ -1,0 +1,71 @@
+"""What the code of a module's class does with the parameters of other modules, read from bytecode."""
+
+import dis
+import inspect
+import types
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+_NO_FORWARD = frozenset({"__init__", "_init_weights", "reset_parameters", "extra_repr"})
+_HARMLESS = frozenset({"dtype", "device", "shape", "ndim", "requires_grad", "size", "numel"})
+_PARAMS = frozenset({"weight", "bias"})
+
+
+@lru_cache(maxsize=4096)
+def mentioned(kind: Any, without: tuple[str, ...] = ()) -> frozenset[str]:
+    """Names of all attributes that the methods of a class mention.
+
+    Args:
+        kind: A module class. What torch defines is left out.
+        without: Methods to leave out.
+    """
+    names: set[str] = set()
+    for key, code in _codes(kind):
+        if key not in without:
+            names |= set(code.co_names)
+    return frozenset(names)
+
+
+@lru_cache(maxsize=4096)
+def reads(kind: Any) -> frozenset[str]:
+    """Modules below one whose weight or bias its own code reads: `self.NAME.weight`.
+
+    Reading only the dtype, the device or the shape does not count.
+
+    Args:
+        kind: A module class.
+
+    Returns:
+        Dotted names as they stand in the code, relative to the module.
+    """
+    found: set[str] = set()
+    for _, code in _codes(kind):
+        chain: list[str] = []
+        pending = ""
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                name = str(step.argval)
+                if pending and name not in _HARMLESS:
+                    found.add(pending)
+                pending = ".".join(chain) if name in _PARAMS and chain else ""
+                chain.append(name)
+                continue
+            if pending and step.opname not in ("CACHE", "EXTENDED_ARG"):
+                found.add(pending)
+                pending = ""
+            if step.opname not in ("CACHE", "EXTENDED_ARG"):
+                chain = []
+    return frozenset(found)
+
+
+def _codes(kind: Any) -> Iterator[tuple[str, types.CodeType]]:
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch."):
+            return
+        for key, function in vars(base).items():
+            if key in _NO_FORWARD or not callable(function):
+                continue
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if isinstance(code, types.CodeType):
+                yield key, code
