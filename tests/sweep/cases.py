@@ -15,6 +15,7 @@ import torch
 import plait
 from plait.errors import PlaitError
 from plait.hf.small import example_batch, small_config, small_model
+from plait.proof import numbers
 from plait.testing import parity
 from tests.sweep.catalogue import Case, config_of
 
@@ -176,7 +177,7 @@ def _different(
             if bool(whole[name].any()):
                 lines.append(f"{name} is missing")
             continue
-        gap = parity._difference(split[name], whole[name], floor)
+        gap = numbers.difference(split[name], whole[name], floor)
         if not gap <= limit:
             lines.append(f"{name} off by {gap:.1e}")
     return lines

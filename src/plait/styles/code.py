@@ -1,4 +1,4 @@
-"""What the code of a module's class does with the parameters of other modules, read from bytecode."""
+"""What the code of a module's class does with the parameters of other modules."""
 
 import dis
 import inspect

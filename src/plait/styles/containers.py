@@ -56,11 +56,11 @@ def _read_from_outside(module: nn.Module) -> list[nn.Module]:
     another method than `forward` is called: their parameters have to be plain tensors in the module
     above them.
     """
-    mentioned = mentioned(_kind(module))
+    names = mentioned(_kind(module))
     found = []
     for child in module.children():
         below = [child, *child.children()]
-        found += [part for part in below if mentioned & set(part._parameters)]
+        found += [part for part in below if names & set(part._parameters)]
         outside = mentioned(_kind(child), without=("forward",)) & set(child._parameters)
         if isinstance(child, _LISTS) or (outside and child not in found):
             found.append(child)
