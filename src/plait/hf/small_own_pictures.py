@@ -14,6 +14,10 @@ def _minimax_m3_vl(fields: dict[str, Any], sizes: Any) -> None:
     fields["merged_hidden_size"] = 4 * sizes.hidden
 
 
+def _merged_four(fields: dict[str, Any], sizes: Any) -> None:
+    fields["out_hidden_size"] = 4 * sizes.hidden
+
+
 def _aria(fields: dict[str, Any], sizes: Any) -> None:
     fields["projector_patch_to_query_dict"] = {16: 4}
     fields["max_value_projector_patch_to_query_dict"] = 4
@@ -130,6 +134,8 @@ OWN: dict[str, Any] = {
     "llama4_vision_model": _llama4_vision,
     "minimax_m3_vl": _minimax_m3_vl,
     "mllama_vision_model": _mllama_vision,
+    "muse_glimmer": _merged_four,
+    "muse_spark": _merged_four,
     "qwen2_5_omni_thinker": _thinker,
     "qwen3_omni_moe_thinker": _thinker,
     "qwen4_exp_text": _qwen4,

@@ -44,9 +44,9 @@ def token(config: Any) -> int | None:
 @torch.no_grad()
 def tokens_per_picture(model: nn.Module, made: dict[str, Any], batch: int) -> int:
     """How many tokens one picture becomes, as the model's own vision part says."""
-    owner: Any = model
+    owner: Any = getattr(model, "model", model)
     if not hasattr(owner, "get_image_features"):
-        owner = getattr(model, "model", model)
+        owner = model
     if not hasattr(owner, "get_image_features"):
         return 0
     takes = inspect.signature(owner.get_image_features).parameters
@@ -173,7 +173,16 @@ def _padded_patches(config: Any, batch: int, draw: torch.Generator) -> dict[str,
     }
 
 
+def _flat_with_sizes(config: Any, batch: int, draw: torch.Generator) -> dict[str, Any]:
+    patch = _number(config.vision_config, "patch_size", default=4)
+    strip = torch.randn(1, 3, patch, batch * _SIDE * _SIDE * patch, generator=draw)
+    return {"pixel_values": strip, "target_sizes": torch.tensor([[_SIDE, _SIDE]] * batch)}
+
+
 _OWN: dict[str, Any] = {
+    "minicpm_ocr": _flat_with_sizes,
+    "minicpmv4_6": _flat_with_sizes,
+    "minicpmv4_7": _flat_with_sizes,
     "lfm2_vl": _padded_patches,
     "video_llama_3": _grid_with_merging,
     "deepseek_vl_hybrid": _high_and_low,
