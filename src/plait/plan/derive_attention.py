@@ -161,7 +161,7 @@ def _decide(tree: Tree, block: Block, found: Found) -> None:
         return
     heads, reason = find_heads(tree, block)
     if not reason:
-        reason = _obstacle(kind, block)
+        reason = _obstacle(_qualified(tree, kind), block)
     layout = ""
     if heads is not None and not reason and "qkv" in block.by_role:
         layout = layout_of(tree, block, heads)
@@ -178,7 +178,15 @@ def _decide(tree: Tree, block: Block, found: Found) -> None:
     found.styles |= extra
 
 
+def _qualified(tree: Tree, kind: str) -> str:
+    """The class, with the model's family where the class is called `Attention` and no more."""
+    is_fsmt = kind == "Attention" and tree.names.model.startswith("FSMT")
+    return f"FSMT {kind}" if is_fsmt else kind
+
+
 def _obstacle(kind: str, block: Block) -> str:
+    if known.INPUT_WIDTH.search(kind):
+        return f"{kind} reshapes its result to the width of its input"
     if kind in known.OTHER_LAYOUTS:
         return known.OTHER_LAYOUTS[kind]
     if known.WHOLE_HEADS.search(kind):

@@ -115,6 +115,14 @@ WHOLE_HEADS = re.compile(
 )
 """Attention whose code mixes heads or counts in ways that local heads do not fit."""
 
+INPUT_WIDTH = re.compile(
+    r"^(Aimv2AttentionPoolingHead|(Instruct)?Blip(2|Video)?Attention|GroupViTAttention|"
+    r"LEDDecoderAttention|Mask2FormerAttention|OneFormerAttention|MgpstrAttention|PPOCR.*Attention|"
+    r"ProphetNetAttention|TimesformerSelfAttention|TrOCRAttention|PvtV2SelfAttention|"
+    r"Florence2VisionWindowAttention|TableTransformerAttention|DetrAttention|FSMT Attention)$"
+)
+"""Attention whose code gives its result the width of its input, where local heads are narrower."""
+
 MIXERS = re.compile(
     r"Mixer$|MambaLayer|Rwkv(Self)?Attention|RwkvFeedForward|RecurrentBlock|DeltaNet|"
     r"DeltaAttention|LinearAttention|xLSTMLayer|ShortConv|LightningAttention"
