@@ -1,6 +1,8 @@
 """The command line: usage, failures, and what its verbs print."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -296,3 +298,56 @@ def test_the_cause_is_told_rather_than_its_echo():
     assert str(ranks._first_failure(Child({0: left(OSError("disk"))}))) == "OSError: disk"
     killed = ranks._first_failure(Child({2: Failed("Signal 9", 1, exitcode=-9)}))
     assert "rank 2 was ended by SIGKILL" in str(killed)
+
+
+def test_chat_without_a_template_keeps_the_conversation(model_dir, monkeypatch):
+    from plait.hf.generation import text
+
+    told: list[str] = []
+    monkeypatch.setattr(text, "has_template", lambda tokenizer: False)
+    generated = text.generated
+
+    def recorded(model, inputs, *rest):
+        tokenizer = text.load_tokenizer(str(model_dir))
+        told.append(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True))
+        return generated(model, inputs, *rest)
+
+    monkeypatch.setattr(text, "generated", recorded)
+    lines = "Hello\nAgain\n"
+    result = run("chat", "--model", model_dir, "--max-new-tokens", "3", input=lines)
+    assert result.exit_code == 0, result.output
+    assert told[0] == "Hello"
+    assert told[1].startswith("Hello\n") and told[1].endswith("\nAgain")
+
+
+def test_half_of_a_launchers_environment_is_one_clear_error(model_dir):
+    done = subprocess.run(
+        [sys.executable, "-m", "plait", "generate", "--model", str(model_dir), *ARGUMENTS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "RANK": "0"},
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("WORLD_SIZE is not set") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks_quietly(model_dir):
+    chat_with_two = [sys.executable, "-m", "plait", "chat", "--model", str(model_dir), "--tp", "2"]
+    process = subprocess.Popen(
+        [*chat_with_two, "--max-new-tokens", "3"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C goes to all processes of the terminal's group
+    )
+    process.stdin.write("Hello\n")
+    process.stdin.flush()
+    process.stdout.readline()  # the model has answered
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == ""

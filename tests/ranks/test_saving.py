@@ -128,3 +128,32 @@ def test_a_model_inside_the_model(name: str, tmp_path: Path) -> None:
         with safe_open(tmp_path / folder / "model.safetensors", "pt") as file:
             stored.append(set(file.keys()))
     assert stored[0] == stored[1]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("directory", "size", "text"),
+    [
+        ("", "5GB", "no directory is named"),
+        ("here", "5 parsecs", "max_shard_size='5 parsecs': that is no size"),
+        ("here", 0, "max_shard_size=0: that is no size"),
+        ("", -3, "max_shard_size=-3"),
+    ],
+)
+def test_where_and_how_large_are_checked_first(
+    directory: str, size: object, text: str, tmp_path: Path
+) -> None:
+    model = split()
+    path = directory and tmp_path / directory
+    with comm.count() as tally:
+        with pytest.raises(WeightsError) as caught:
+            model.save_pretrained(path, max_shard_size=size)
+    assert text in str(caught.value) and not tally.forward
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 1:  # wrong on one rank only
+        with pytest.raises(WeightsError):
+            model.save_pretrained(path, max_shard_size=size)
+    else:
+        with pytest.raises(RankError, match="rank 1"):
+            model.save_pretrained(tmp_path / "other")
+    assert not list(tmp_path.iterdir())

@@ -229,3 +229,11 @@ def test_damaged_gguf_headers(tmp_path, content, message):
     with pytest.raises(WeightsError, match=message) as error:
         read_gguf_header(path, TYPES)
     assert str(path) in str(error.value)
+
+
+def test_an_index_of_a_variant(tmp_path):
+    save_file(TENSORS, tmp_path / "model.fp16-00001-of-00001.safetensors")
+    index = tmp_path / "model.safetensors.index.fp16.json"
+    names = dict.fromkeys(TENSORS, "model.fp16-00001-of-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": names}))
+    assert find_files(index) == find_files(tmp_path, variant="fp16")

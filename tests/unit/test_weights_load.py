@@ -11,7 +11,7 @@ from torch import nn
 from plait import weights
 from plait.errors import WeightsError
 from plait.plan.intervals import ParamLayout, even, packed
-from plait.weights import Source, load, open_checkpoint
+from plait.weights import LoadReport, Source, load, open_checkpoint
 
 
 def model():
@@ -226,3 +226,8 @@ def test_a_save_over_the_loaded_file_keeps_the_loaded_values(tmp_path):
     assert torch.equal(empty.weight, whole.weight)
     with open_checkpoint(tmp_path) as checkpoint:
         assert torch.equal(checkpoint.read("weight"), whole.weight)
+
+
+def test_the_report_names_what_was_not_used():
+    report = LoadReport(1, 1, 1, 0.0, missing=("a",), unexpected=tuple("bcdefg"))
+    assert "1 missing (a), 6 unexpected (b, c, d, e, …)" in str(report)

@@ -9,7 +9,7 @@ from torch import nn
 
 from plait.errors import WeightsError
 from plait.plan.intervals import ParamLayout, even, packed
-from plait.weights import Concat, ModuleStore, Narrow, Source, Transpose, save
+from plait.weights import Concat, ModuleStore, Narrow, Source, Transpose, save, saving
 from plait.weights.module_store import in_order
 from plait.weights.saving import byte_count
 
@@ -154,3 +154,20 @@ def test_gathered_pieces_come_back_in_order(layout):
     ]
     gathered = torch.cat(parts, layout.dim)
     assert torch.equal(in_order(gathered, layout), whole)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, None, 1.5, "", "abc", "5 parsecs", "1..2GB", "-5GB"])
+def test_sizes_that_are_none(size, tmp_path):
+    with pytest.raises(WeightsError, match="that is no size"):
+        byte_count(size)
+    if isinstance(size, int | str):
+        with pytest.raises(WeightsError, match="that is no size"):
+            save(ModuleStore(model()), None, tmp_path, max_shard_size=size)
+    assert files(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving.os, "access", lambda path, mode: False)
+    with pytest.raises(WeightsError, match="cannot be written"):
+        save(ModuleStore(model()), None, tmp_path / "a" / "b")
+    assert files(tmp_path) == []

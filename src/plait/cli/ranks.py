@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,9 @@ import typer
 from plait import errors
 from plait.errors import LayoutError, PlaitError, RankError
 from plait.run import environment
+
+_INTERRUPTED = (130, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of ranks that Ctrl-C has ended, themselves or by their launcher."""
 
 
 def needs_ranks(tp: int) -> bool:
@@ -46,10 +50,12 @@ def start(arguments: Sequence[str], num_ranks: int, debug: bool = False) -> None
     Raises:
         RankError: A process failed; the message is that of the first one.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").disabled = not debug
+    for name in ("", ".agent.server.api", ".multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic{name}").disabled = not debug
     logging.getLogger("torch.distributed").setLevel(logging.INFO if debug else logging.CRITICAL)
     with _threads_shared(num_ranks):
         config = LaunchConfig(
@@ -65,7 +71,11 @@ def start(arguments: Sequence[str], num_ranks: int, debug: bool = False) -> None
         )
         try:
             elastic_launch(config, sys.executable)("-m", "plait.cli.rank", *arguments)
+        except SignalException as error:  # Ctrl-C, once the launcher has ended the ranks
+            raise typer.Exit(128 + int(error.sigval)) from None
         except ChildFailedError as error:
+            if all(failure.exitcode in _INTERRUPTED for failure in error.failures.values()):
+                raise typer.Exit(130) from None
             raise _first_failure(error) from error
 
 
@@ -138,7 +148,10 @@ def reported(debug: bool, parent_prints: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except Exception as error:
-        world = environment.world()
+        try:
+            world = environment.world()
+        except LayoutError:  # this is what the error is about
+            world = environment.World()
         if world.launched:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

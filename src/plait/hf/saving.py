@@ -14,6 +14,7 @@ from plait.run import progress
 from plait.state import ParallelState, state_of
 from plait.weights import ModuleStore, save, together
 from plait.weights.outcome import meet
+from plait.weights.saving import byte_count
 
 ARRIVAL_S = 10.0
 """How long a rank waits in `save_pretrained` for the others to call it."""
@@ -67,7 +68,8 @@ def save_pretrained(
     state = state_of(model)
     assert state is not None  # bound by parallelize
     asked = f"save_pretrained({os.fspath(save_directory)!r}):"
-    _meet(state, asked, _refusal(model, asked, kwargs))
+    given = {"save_directory": save_directory, "max_shard_size": max_shard_size, **kwargs}
+    _meet(state, asked, _refusal(model, asked, given))
     if _writes_here(state):
         directory = Path(save_directory)
         _save(model, state, directory, max_shard_size, variant, save_original_format)
@@ -81,7 +83,15 @@ def _refusal(model: Any, asked: str, kwargs: Mapping[str, Any]) -> WeightsError 
     """The error that arguments are, if any; all of them are named."""
     problems = []
     for name, value in kwargs.items():
-        if name in _REFUSED:
+        if name == "save_directory":
+            if not os.fspath(value):
+                problems.append("no directory is named")
+        elif name == "max_shard_size":
+            try:
+                byte_count(value)
+            except WeightsError as error:
+                problems.append(f"max_shard_size={value!r}: {error.problems[0]} such as '5GB'")
+        elif name in _REFUSED:
             if value is not None and value is not _HARMLESS[name]:
                 problems.append(f"{name}: {_REFUSED[name]}")
         elif name not in (*_HUB, *_IDLE):
@@ -90,7 +100,7 @@ def _refusal(model: Any, asked: str, kwargs: Mapping[str, Any]) -> WeightsError 
             problems.append(f"there is no argument {name}{hint}")
     if getattr(model, "_hf_peft_config_loaded", False):
         problems.append("adapters of a split model are not saved yet")
-    ways = ["leave them out: the whole model's tensors are gathered from the ranks"]
+    ways = ["leave out what is named: the whole model's tensors are gathered from the ranks"]
     return WeightsError(asked, problems, ways) if problems else None
 
 

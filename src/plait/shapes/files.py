@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ _SUFFIXES: dict[str, Kind] = {
     ".pth": "bin",
 }
 PathLike = str | os.PathLike[str]
+_INDEX = re.compile(r"\.index(\.[^.]+)?\.json$")  # with the variant, if there is one
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def find_files(path: PathLike | Sequence[PathLike], variant: str | None = None) 
             else f"{path.parent} holds {_listing(path.parent)}"
         )
         raise WeightsError(f"Open the checkpoint {path}.", f"there is no such file ({have})")
-    if path.name.endswith(".index.json"):
+    if _INDEX.search(path.name):
         return _from_index(path)
     return _from_list([path])
 

@@ -60,8 +60,15 @@ class LoadReport:
         return (
             f"read {human_bytes(self.bytes_read)} of {human_bytes(self.total_bytes)} in "
             f"{self.seconds:.1f} s from {files}; "
-            f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
+            f"{_some('missing', self.missing)}, {_some('unexpected', self.unexpected)}"
         )
+
+
+def _some(what: str, names: tuple[str, ...]) -> str:
+    """How many names there are, and the first of them."""
+    if not names:
+        return f"0 {what}"
+    return f"{len(names)} {what} ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})"
 
 
 def human_bytes(count: int) -> str:

@@ -175,14 +175,22 @@ def save(
     return SaveReport(written, total, time.perf_counter() - begin)
 
 
-def byte_count(size: int | str) -> int:
-    """Returns the bytes of a size such as `5_000`, `"5GB"` (decimal) or `"5GiB"` (binary)."""
-    if isinstance(size, int):
-        return size
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B?\s*", size.upper())
-    if not found or found[2] not in _UNITS:
+def byte_count(size: object) -> int:
+    """Returns the bytes of a size such as `5_000`, `"5GB"` (decimal) or `"5GiB"` (binary).
+
+    Raises:
+        WeightsError: It is no size, or none above 0.
+    """
+    count = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    elif isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?I?)B?\s*", size.upper())
+        if found and found[2] in _UNITS:
+            count = int(float(found[1]) * _UNITS[found[2]])
+    if count < 1:
         raise WeightsError(f"Save in files of {size!r}.", "that is no size", 'Write it as "5GB".')
-    return int(float(found[1]) * _UNITS[found[2]])
+    return count
 
 
 def _written(
@@ -258,6 +266,8 @@ def _prepare(asked: str, directory: Path, total: int) -> list[Path]:
         parent = parent.parent
     if not parent.is_dir():
         raise WeightsError(asked, f"{parent} is a file, not a directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise WeightsError(asked, f"{parent} cannot be written", "give another directory")
     directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory).free
     if free < total:

@@ -43,8 +43,8 @@ def encode(
     Args:
         tokenizer: The model's tokenizer.
         messages: The turns; the model is to give the next one.
-        use_template: Write them in the model's chat format; `False` takes the last turn's content
-            as it is, `None` decides by whether the tokenizer has a chat template.
+        use_template: Write them in the model's chat format; `False` takes the turns' contents as
+            they are, a line each; `None` decides by whether the tokenizer has a chat template.
         device: Where the tensors go.
     """
     templated = has_template(tokenizer) if use_template is None else use_template
@@ -53,7 +53,7 @@ def encode(
             list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
-        encoded = tokenizer(messages[-1]["content"], return_tensors="pt")
+        encoded = tokenizer("\n".join(turn["content"] for turn in messages), return_tensors="pt")
     names = ("input_ids", "attention_mask")
     return {name: encoded[name].to(device) for name in names if name in encoded}
 
