@@ -61,7 +61,7 @@ class Whole:
     @property
     def floor(self) -> float:
         """What a gradient's scale is at least, as a fraction of the largest."""
-        return parity._FLOOR if self.exact else 1e-2
+        return numbers.FLOOR if self.exact else 1e-2
 
     @property
     def tolerance(self) -> float:
@@ -211,14 +211,14 @@ def _forward_backward(whole: Whole, model: Any, backward: bool = True) -> dict[s
         outputs = answers(model, whole.batch)
         if backward:
             loss = outputs.get("loss")
-            (parity._weighted(outputs["logits"]) if loss is None else loss).backward()
+            (numbers.weighted(outputs["logits"]) if loss is None else loss).backward()
     return {name: x.detach() for name, x in outputs.items()}
 
 
 def answers(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a model's output that are worth comparing."""
     torch.manual_seed(0)
-    found = dict(parity._tensors(model(**batch)))
+    found = dict(numbers.tensors(model(**batch)))
     kept = {n: x for n, x in found.items() if n in ("logits", "loss", "aux_loss")}
     kept = kept or {n: x for n, x in found.items() if x.is_floating_point()}
     if "logits" not in kept:
