@@ -108,7 +108,7 @@ PARTS = re.compile(r"Attention(?!.*Map)|CCAProjection|Attn$")
 """Classes of attention, or of parts of one."""
 
 WHOLE_HEADS = re.compile(
-    r"BlockSparse|Longformer|LEDEncoderSelfAttention|LSHSelf|LocalSelf|Nystrom|Yoso|Mra|"
+    r"BlockSparse|GlobalLocal|Longformer|LEDEncoderSelfAttention|LSHSelf|LocalSelf|Nystrom|Yoso|Mra|"
     r"ProphetNetNgram|Swin|ClapAudioSelf|BeitSelf|Data2VecVisionSelf|Funnel|Reformer|LightningA|"
     r"LongT5Local|LongT5TransientGlobal|ConvBertSelf|Informer|Autoformer|"
     r"EfficientAdditive|ChannelAttention|Disentangled|DiffLlama|Deformable|CrossAttentionMultihead|BiMultiHead"
