@@ -83,7 +83,7 @@ def _verify(
     report = proof.compare(whole, split, given, mesh=mesh)
     held = sum(p.numel() * p.element_size() for p in whole.parameters())
     shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in given.items() if hasattr(x, "shape"))
-    name = f"{model_class.__name__} of {held / 1e9:.2g} GB, whole and split in memory; {shapes}"
+    name = f"{model_class.__name__} of {held / 1e6:,.1f} MB, whole and split in memory; {shapes}"
     return proving.verdict_of(name, split, report, mesh)
 
 
