@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from plait.hf import generation, resizing, saving
+from plait.hf.features import bind_features
 from plait.state import STATE, ParallelState
 
 
@@ -31,6 +32,7 @@ def adapt(model: Any, state: ParallelState) -> None:
             below = f"{name}."
             layouts = {k[len(below) :]: v for k, v in state.layouts.items() if k.startswith(below)}
             part.__dict__[STATE] = replace(state, layouts=layouts)
+        bind_features(part)
         part.__dict__["save_pretrained"] = MethodType(saving.save_pretrained, part)
         part.__dict__["resize_token_embeddings"] = MethodType(
             resizing.resize_token_embeddings, part

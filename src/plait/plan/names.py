@@ -19,7 +19,7 @@ class ModelNames:
             0 and 1). The integers of a module's config are there as `config.NAME`, under the first
             module that has this config. Under `""` stand the integers of the model's config under
             their own names, those of nested configs as `text_config.NAME`. `reads.NAME` is 1 where
-            the module's own code reads the weight or bias of its part NAME.
+            the module's own code reads the weight or bias of its part NAME (`self`: its own).
     """
 
     modules: Mapping[str, str]

@@ -10,6 +10,7 @@ from typing import Any
 _NO_FORWARD = frozenset({"__init__", "_init_weights", "reset_parameters", "extra_repr"})
 _HARMLESS = frozenset({"dtype", "device", "shape", "ndim", "requires_grad", "size", "numel"})
 _PARAMS = frozenset({"weight", "bias"})
+SELF = "self"
 
 
 @lru_cache(maxsize=4096)
@@ -37,18 +38,20 @@ def reads(kind: Any) -> frozenset[str]:
         kind: A module class.
 
     Returns:
-        Dotted names as they stand in the code, relative to the module.
+        Dotted names as they stand in the code, relative to the module; `"self"` for its own.
     """
     found: set[str] = set()
     for _, code in _codes(kind):
         chain: list[str] = []
-        pending = ""
+        pending, of_self = "", False
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 name = str(step.argval)
                 if pending and name not in _HARMLESS:
                     found.add(pending)
-                pending = ".".join(chain) if name in _PARAMS and chain else ""
+                pending = ""
+                if name in _PARAMS and (chain or of_self):
+                    pending = ".".join(chain) or SELF
                 chain.append(name)
                 continue
             if pending and step.opname not in ("CACHE", "EXTENDED_ARG"):
@@ -56,6 +59,7 @@ def reads(kind: Any) -> frozenset[str]:
                 pending = ""
             if step.opname not in ("CACHE", "EXTENDED_ARG"):
                 chain = []
+                of_self = step.opname.startswith("LOAD_FAST") and step.argval == "self"
     return frozenset(found)
 
 
