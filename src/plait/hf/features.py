@@ -4,7 +4,9 @@
 tensors by then.
 """
 
+import functools
 import re
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -13,15 +15,15 @@ from plait.styles.params import LocalParams
 _FEATURES = re.compile(r"get_\w+_features")
 
 
-class _WithLocalParams:
+def _with_local_params(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a model, run with the model's own parameters as plain tensors."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)  # generate() looks at its signature
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         with LocalParams(model):
-            return getattr(type(model), self.name)(model, *args, **kwargs)
+            return method(model, *args, **kwargs)
+
+    return run
 
 
 def bind_features(model: Any) -> None:
@@ -34,4 +36,5 @@ def bind_features(model: Any) -> None:
         return
     for name in dir(type(model)):
         if _FEATURES.fullmatch(name):
-            model.__dict__[name] = MethodType(_WithLocalParams(name), model)
+            method = _with_local_params(getattr(type(model), name))
+            model.__dict__[name] = MethodType(method, model)
