@@ -1,11 +1,13 @@
 """`derive` on modules that transformers does not know: plain ones, and ones like remote code."""
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from plait.build.names import names_of
 from plait.plan import ModelNames
-from plait.plan.derive import Derived, derive
+from plait.plan.derive import Derived, _patterns, derive
 from plait.plan.rules import generalize, matches
 
 HEADS, KV, DIM, HIDDEN, WIDTH, VOCAB = 6, 3, 4, 24, 48, 96
@@ -241,3 +243,14 @@ def test_patterns_are_as_general_as_they_can_be() -> None:
     assert set(found.rules) == {f"layers.*.{n}_proj" for n in "qkvo"}
     assert all(generalize(rule) == rule for rule in found.rules)
     assert all(matches(rule, rule.replace("*", "11")) for rule in found.rules)
+
+
+_NUMBERED = st.tuples(*[st.integers(0, 2)] * 3)
+
+
+@given(st.dictionaries(_NUMBERED, st.sampled_from(["", "colwise", "rowwise"]), min_size=1))
+def test_patterns_say_exactly_what_was_decided(decided: dict[tuple[int, ...], str]) -> None:
+    named = {f"a.{x}.b.{y}.{z}": style for (x, y, z), style in decided.items()}
+    rules = _patterns({name: style for name, style in named.items() if style}, named)
+    for name, style in named.items():
+        assert {s for rule, s in rules.items() if matches(rule, name)} == ({style} - {""})
