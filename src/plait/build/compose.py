@@ -32,7 +32,7 @@ from plait.hf.adapt import adapt, is_transformers_model
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import ModelNames, Plan, resolve
 from plait.plan.attention import with_heads
-from plait.run import environment, process_group
+from plait.run import environment, process_group, progress
 from plait.state import STATE, ParallelState, held_fraction
 from plait.styles import ALL_PARALLEL_STYLES
 
@@ -99,6 +99,8 @@ def parallelize(
     plan = _proven_plan(module, chosen, tp_mesh, check)
     check_plan(module, plan, tp_mesh)
     layouts = apply(module, plan, tp_mesh)
+    if check is not False and plan.entries and not _ships(plan):
+        progress.report(f"{type(module).__name__}: the plan derived from its structure\n{plan}")
     module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
     install_root(module)
     module.__dict__["_tp_size"] = tp_mesh.size()
@@ -117,6 +119,11 @@ def parallelize(
             100 * held,
         )
     return module
+
+
+def _ships(plan: Plan) -> bool:
+    """Whether some rule of a plan is not derived."""
+    return any(entry.origin in ("model", "user") for entry in plan.entries)
 
 
 def _proven_plan(module: nn.Module, tp_plan: TpPlan, tp_mesh: DeviceMesh, check: Check) -> Plan:
