@@ -42,18 +42,22 @@ def experts(tree: Tree, found: Found) -> None:
     for name, kind in tree.names.modules.items():
         own = tree.own_params.get(name, {})
         up, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
-        if "Experts" not in kind or len(up) != 3 or len(down) != 3:
+        if "Experts" not in kind or len(down) != 3:
             continue
-        if set(own) - {"gate_up_proj", "down_proj"}:
+        separate = {part: own[part] for part in ("gate_proj", "up_proj") if part in own}
+        if set(own) - {"gate_up_proj", "down_proj", *separate}:
             found.reasons[name] = "experts with biases or scales of their own"
         elif up[1:] == (2 * down[2], down[1]):
-            _stacked(name, "packed_colwise", "rowwise", found)
+            _stacked(name, {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}, found)
         elif up[1:] == (down[2], 2 * down[1]):
-            _stacked(name, "packed_rowwise", "colwise", found)
+            _stacked(name, {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}, found)
+        elif separate and all(shape[1:] == (down[2], down[1]) for shape in separate.values()):
+            _stacked(name, dict.fromkeys(separate, "colwise") | {"down_proj": "rowwise"}, found)
 
 
-def _stacked(name: str, up: str, down: str, found: Found) -> None:
-    found.styles |= {f"{name}.gate_up_proj": up, f"{name}.down_proj": down, name: "moe_tp_experts"}
+def _stacked(name: str, params: dict[str, str], found: Found) -> None:
+    found.styles |= {f"{name}.{param}": style for param, style in params.items()}
+    found.styles[name] = "moe_tp_experts"
 
 
 def receptance(tree: Tree, found: Found) -> None:
