@@ -16,7 +16,6 @@ import plait
 from plait.errors import PlaitError
 from plait.hf.small import example_batch, small_config, small_model
 from plait.proof import numbers
-from plait.testing import parity
 from tests.sweep.catalogue import Case, config_of
 
 NEW_TOKENS = 8
@@ -56,7 +55,7 @@ class Whole:
     exact: bool = True  # whether its float32 parts can run in float64
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
-        return parity.exact() if self.exact else contextlib.nullcontext()
+        return numbers.exact() if self.exact else contextlib.nullcontext()
 
     @property
     def floor(self) -> float:
@@ -65,7 +64,7 @@ class Whole:
 
     @property
     def tolerance(self) -> float:
-        return parity.TOLERANCES[torch.float64 if self.exact else torch.float32]
+        return numbers.TOLERANCES[torch.float64 if self.exact else torch.float32]
 
 
 _LAST: list[Whole] = []
@@ -249,7 +248,9 @@ def where(error: BaseException) -> str:
     """Type, first line and place of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if "/transformers/" in f.filename or "/plait/" in f.filename]
-    inside = [f for f in inside if not f.filename.endswith("testing/parity.py")]
+    inside = [
+        f for f in inside if not f.filename.endswith(("testing/parity.py", "proof/numbers.py"))
+    ]
     place = (inside or frames)[-1]
     lines = str(error).strip().splitlines() or [""]
     file = os.sep.join(place.filename.split(os.sep)[-2:])
