@@ -20,17 +20,12 @@ Y = GeLU(X [A₁ A₂]), Z = Y₁ B₁ + Y₂ B₂.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plait.comm import (
-    all_gather,
-    all_reduce_,
-    copy_to,
-    gather_from,
     local,
     scatter_sum,
     split_to,
@@ -39,11 +34,11 @@ from plait.comm import (
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout
 from plait.plan.roles import FUSED
+from plait.styles import linear_forwards as forwards
 from plait.styles.activations import (
     as_dtensor,
     leave_split_features,
     to_replicate,
-    uneven_sizes,
 )
 from plait.styles.heads import cut_layout, cut_of, place_features, rearranged
 from plait.styles.layer import (
@@ -51,11 +46,19 @@ from plait.styles.layer import (
     Kwargs,
     TensorParallelLayer,
     bind_forward,
-    border_of,
     first_input,
     hooks_are,
 )
-from plait.styles.params import LocalParams, needed_param, place
+from plait.styles.linear_kinds import (
+    features,
+    in_dim,
+    is_linear,
+    is_plain,
+    out_dim,
+    validate_dims,
+    validate_linear,
+)
+from plait.styles.params import LocalParams, place
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
 
@@ -90,13 +93,13 @@ class ColwiseParallel(TensorParallelLayer):
 
     def validate(self, module: nn.Module, mesh: DeviceMesh, name: str) -> None:
         """Refuse a module that is no linear layer."""
-        _validate_linear(module, "colwise", name)
+        validate_linear(module, "colwise", name)
 
     def validate_param(
         self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
     ) -> None:
         """Refuse a parameter without a dim of output features."""
-        _validate_dims(module, param, parameter_name, "colwise")
+        validate_dims(module, param, parameter_name, "colwise")
 
     def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
         """The features of the rank's own heads, where they are no ordinary shard."""
@@ -135,15 +138,16 @@ class ColwiseParallel(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Put the border around the forward; a plain `nn.Linear` gets one fused function."""
         simple = isinstance(self.input_layouts, Replicate) and self.use_local_output
-        if simple and hooks_are(self, ColwiseParallel):
-            cut, split = cut_of(module), self.output_layouts == Shard(-1)
-            plain = cut is None or not (cut.cut.is_shared or cut.cut.is_padded)
-            if _has_own_forward(module) and split and not (plain and _is_linear(module)):
-                return bind_forward(module, self, mesh, _colwise_heads)
-            if _is_linear(module) and split:
-                return bind_forward(module, self, mesh, _colwise_linear)
-            if _is_linear(module) and isinstance(self.output_layouts, Replicate):
-                return bind_forward(module, self, mesh, _colwise_gather_linear)
+        if simple and hooks_are(self, ColwiseParallel) and is_plain(module):
+            cut = cut_of(module)
+            even = cut is None or not (cut.cut.is_shared or cut.cut.is_padded)
+            if self.output_layouts == Shard(-1):
+                fused = even and is_linear(module)
+                return bind_forward(
+                    module, self, mesh, forwards.colwise if fused else forwards.colwise_heads
+                )
+            if isinstance(self.output_layouts, Replicate):
+                return bind_forward(module, self, mesh, forwards.colwise_gather)
         return super().install_forward(module, mesh)
 
 
@@ -183,13 +187,13 @@ class RowwiseParallel(TensorParallelLayer):
 
     def validate(self, module: nn.Module, mesh: DeviceMesh, name: str) -> None:
         """Refuse a module that is no linear layer."""
-        _validate_linear(module, "rowwise", name)
+        validate_linear(module, "rowwise", name)
 
     def validate_param(
         self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
     ) -> None:
         """Refuse a parameter without a dim of input features."""
-        _validate_dims(module, param, parameter_name, "rowwise")
+        validate_dims(module, param, parameter_name, "rowwise")
 
     def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
         """The features of the rank's own heads, where they are no ordinary shard."""
@@ -258,15 +262,14 @@ class RowwiseParallel(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Put the border around the forward; a plain `nn.Linear` gets one fused function."""
         simple = isinstance(self.output_layouts, Replicate) and self.use_local_output
-        if simple and hooks_are(self, RowwiseParallel):
-            cut, split = cut_of(module), isinstance(self.input_layouts, Replicate)
-            plain = cut is None or not cut.cut.is_padded
-            if _has_own_forward(module) and not split and not (plain and _is_linear(module)):
-                return bind_forward(module, self, mesh, _rowwise_heads)
-            if _is_linear(module):
-                return bind_forward(
-                    module, self, mesh, _rowwise_split_linear if split else _rowwise_linear
-                )
+        if simple and hooks_are(self, RowwiseParallel) and is_plain(module):
+            cut = cut_of(module)
+            if isinstance(self.input_layouts, Replicate):
+                return bind_forward(module, self, mesh, forwards.rowwise_split)
+            padded = cut is not None and cut.cut.is_padded
+            return bind_forward(
+                module, self, mesh, forwards.rowwise_heads if padded else forwards.rowwise
+            )
         return super().install_forward(module, mesh)
 
 
@@ -286,153 +289,6 @@ class _WithoutBias(LocalParams):
         for name, param in self.saved:
             if name != "bias":
                 self.params[name] = self.local(name, param)  # type: ignore[assignment]
-
-
-def _validate_linear(module: nn.Module, style: str, name: str) -> None:
-    weight = module._parameters.get("weight")
-    width = features(module)
-    expected = width[::-1] if _is_conv1d(module) else width
-    kind = type(module).__name__
-    problem = None
-    if weight is None or width == (None, None):
-        problem = f"{kind} is not a linear layer with a weight [out_features, in_features]"
-    elif tuple(weight.shape) != expected or not weight.is_floating_point():
-        problem = (
-            f"the weight of this {kind} is {tuple(weight.shape)} of {weight.dtype}, not "
-            f"{expected} of floats: quantized weights cannot be split yet"
-        )
-    elif type(weight.data) not in (torch.Tensor, nn.Parameter):
-        problem = f"the weight is a {type(weight.data).__name__}, which cannot be split yet"
-    if problem is not None:
-        raise PlanError(
-            f"Style {style!r} on {name!r}:",
-            problem,
-            ["name the linear layers inside it", "give it the style 'replicate'"],
-        )
-
-
-def features(module: nn.Module) -> tuple[int | None, int | None]:
-    """Output and input features of a linear layer, where it tells them."""
-    if _is_conv1d(module):
-        return module.nf, module.nx  # type: ignore[return-value]
-    out, into = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    return out if isinstance(out, int) else None, into if isinstance(into, int) else None
-
-
-def out_dim(module: nn.Module, tensor: torch.Tensor) -> int:
-    """The dim of output features of one parameter."""
-    if _is_conv1d(module):
-        return tensor.ndim - 1
-    return max(tensor.ndim - 2, 0)
-
-
-def in_dim(module: nn.Module, tensor: torch.Tensor) -> int:
-    """The dim of input features of a weight."""
-    return 0 if _is_conv1d(module) else tensor.ndim - 1
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether this is the linear layer of GPT-2 and its kin, whose weight is `[in, out]`."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether the forwards below say all that the module's own does."""
-    return _is_linear(module) or (_is_conv1d(module) and "forward" not in module.__dict__)
-
-
-def _validate_dims(module: nn.Module, param: str, parameter_name: str | None, style: str) -> None:
-    tensor = module._parameters.get(param)
-    if tensor is not None and tensor.ndim == 0:
-        raise PlanError(
-            f"Style {style!r} on {parameter_name or param!r}:",
-            "it is a scalar; there is no dimension to cut",
-            "give it the style 'replicate'",
-        )
-
-
-# The forwards of plain nn.Linear layers, with nothing decided at call time but the grad mode.
-
-
-def _weight_and_bias(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-    params: dict[str, Any] = module._parameters
-    return params["weight"], params["bias"]
-
-
-def _colwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    weight, bias = _weight_and_bias(module)
-    mesh = border_of(module).mesh
-    if isinstance(input, DTensor):
-        x = to_replicate(input, Replicate(), mesh)
-    else:
-        x = copy_to(input, mesh)
-    return F.linear(x, local(weight), None if bias is None else local(bias))
-
-
-def _colwise_gather_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    output = _colwise_linear(module, input)
-    mesh = border_of(module).mesh
-    sizes = uneven_sizes(module.out_features, mesh.size())
-    if torch.is_grad_enabled():
-        return gather_from(output, mesh, dim=-1, sizes=sizes)
-    replacement = module.__dict__.get("_plait_output")
-    if replacement is not None:  # generate() may ask for the best candidates only
-        chosen: torch.Tensor = replacement(output)
-        return chosen
-    return all_gather(output, mesh, dim=-1, sizes=sizes)
-
-
-def _rowwise_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    weight, bias = _weight_and_bias(module)
-    mesh = border_of(module).mesh
-    if isinstance(input, DTensor):
-        input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
-    output = F.linear(input, local(weight))
-    if torch.is_grad_enabled():
-        output = sum_from(output, mesh, fresh=True)
-        return output if bias is None else output + local(bias).to(output.dtype)
-    output = all_reduce_(output, mesh)
-    return output if bias is None else output.add_(local(bias).to(output.dtype))
-
-
-def _rowwise_split_linear(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    if not isinstance(input, DTensor):
-        input = split_to(input, border_of(module).mesh, dim=-1)
-    return _rowwise_linear(module, input)
-
-
-def _product(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x @ weight if _is_conv1d(module) else F.linear(x, weight)
-
-
-def _colwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    mesh, cut = border_of(module).mesh, cut_of(module)
-    if isinstance(input, DTensor):
-        x = to_replicate(input, Replicate(), mesh)
-    else:
-        x = copy_to(input, mesh)
-    weight, bias = _weight_and_bias(module)
-    output = _product(module, x, needed_param(module, "weight", local(weight)))
-    if bias is not None:
-        output = output + needed_param(module, "bias", local(bias))
-    if cut is None or cut.places is None:
-        return output
-    return rearranged(output, -1, cut.places)
-
-
-def _rowwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    weight, bias = _weight_and_bias(module)
-    mesh, cut = border_of(module).mesh, cut_of(module)
-    if isinstance(input, DTensor):
-        input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
-    elif cut is not None and cut.real is not None:
-        input = rearranged(input, -1, cut.real)
-    output = sum_from(_product(module, input, local(weight)), mesh, fresh=True)
-    return output if bias is None else output + local(bias).to(output.dtype)
 
 
 _gathered = ColwiseParallel(output_layouts=Replicate())
@@ -460,7 +316,7 @@ class HeadsColwiseParallel(ColwiseParallel):
         self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
     ) -> None:
         """Refuse a parameter without a dim of output features."""
-        _validate_dims(module, param, parameter_name, "colwise_qkv")
+        validate_dims(module, param, parameter_name, "colwise_qkv")
 
 
 ALL_PARALLEL_STYLES.register("colwise", ColwiseParallel())

@@ -1,0 +1,93 @@
+"""The forwards of plain linear layers, with nothing decided at call time but the grad mode."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from plait.comm import all_gather, all_reduce_, copy_to, gather_from, local, split_to, sum_from
+from plait.styles.activations import to_replicate, uneven_sizes
+from plait.styles.heads import cut_of, rearranged
+from plait.styles.layer import border_of
+from plait.styles.linear_kinds import features, is_conv1d
+from plait.styles.params import needed_param
+
+
+def colwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """`nn.Linear`: whole input, this rank's output features."""
+    weight, bias = _weight_and_bias(module)
+    x = _whole(module, input)
+    return F.linear(x, local(weight), None if bias is None else local(bias))
+
+
+def colwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """Any plain linear layer: whole input, the output features of this rank's heads."""
+    weight, bias = _weight_and_bias(module)
+    cut = cut_of(module)
+    output = _product(module, _whole(module, input), needed_param(module, "weight", local(weight)))
+    if bias is not None:
+        output = output + needed_param(module, "bias", local(bias))
+    if cut is None or cut.places is None:
+        return output
+    return rearranged(output, -1, cut.places)
+
+
+def colwise_gather(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """Any plain linear layer: whole input, whole output."""
+    output = colwise_heads(module, input) if is_conv1d(module) else colwise(module, input)
+    mesh = border_of(module).mesh
+    sizes = uneven_sizes(features(module)[0], mesh.size())
+    if torch.is_grad_enabled():
+        return gather_from(output, mesh, dim=-1, sizes=sizes)
+    replacement = module.__dict__.get("_plait_output")
+    if replacement is not None:  # generate() may ask for the best candidates only
+        chosen: torch.Tensor = replacement(output)
+        return chosen
+    return all_gather(output, mesh, dim=-1, sizes=sizes)
+
+
+def rowwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """Any plain linear layer: this rank's input features, whole output."""
+    weight, bias = _weight_and_bias(module)
+    mesh = border_of(module).mesh
+    if isinstance(input, DTensor):
+        input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
+    output = _product(module, input, local(weight))
+    if torch.is_grad_enabled():
+        output = sum_from(output, mesh, fresh=True)
+        return output if bias is None else output + local(bias).to(output.dtype)
+    output = all_reduce_(output, mesh)
+    return output if bias is None else output.add_(local(bias).to(output.dtype))
+
+
+def rowwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """As `rowwise`, where the attention computes some heads twice: these are dropped first."""
+    cut = cut_of(module)
+    if cut is not None and cut.real is not None and not isinstance(input, DTensor):
+        input = rearranged(input, -1, cut.real)
+    return rowwise(module, input)
+
+
+def rowwise_split(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """Any plain linear layer: whole input, whole output."""
+    if not isinstance(input, DTensor):
+        input = split_to(input, border_of(module).mesh, dim=-1)
+    return rowwise(module, input)
+
+
+def _weight_and_bias(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+    params: dict[str, Any] = module._parameters
+    return params["weight"], params["bias"]
+
+
+def _whole(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    mesh = border_of(module).mesh
+    if isinstance(input, DTensor):
+        return to_replicate(input, Replicate(), mesh)
+    return copy_to(input, mesh)
+
+
+def _product(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight if is_conv1d(module) else F.linear(x, weight)
