@@ -383,3 +383,19 @@ def test_checksums(dtype: torch.dtype) -> None:
     y[0, 0] = 1
     assert fingerprints.checksum(x) != fingerprints.checksum(y)
     assert fingerprints.checksum(x[:0]) == ""
+
+
+def test_the_sum_of_bits_that_a_device_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighted = fingerprints.weighted_bits
+    x = torch.randn(31, dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool):
+        y = (x * 50).to(dtype)
+        z = y.clone()
+        z[3], z[4] = y[4], ~y[3] if dtype == torch.bool else y[3] + 1
+        assert weighted(y) == weighted(y.clone()) != weighted(z), dtype
+    swapped = x.clone()
+    swapped[[3, 4]] = x[[4, 3]]
+    assert weighted(x) != weighted(swapped), "places count"
+    whole = weighted(x)
+    monkeypatch.setattr(fingerprints, "_CHUNK", 7)
+    assert weighted(x) == whole

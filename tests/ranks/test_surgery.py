@@ -217,3 +217,64 @@ def test_a_module_of_ones_own_inside_another() -> None:
     outer.load_state_dict(new.state_dict())
     x = torch.randn(2, 96, dtype=torch.float64)
     torch.testing.assert_close(outer(x), new(x))
+
+
+UNEVEN = {
+    "hidden_size": 40,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "intermediate_size": 34,
+    "vocab_size": 97,
+    "head_dim": 4,
+}
+"""Sizes of which no rank holds an equal part: layouts that placements alone do not tell."""
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_uneven_parts(name: str) -> None:
+    fields = dict(UNEVEN)
+    if name == "phi3":
+        fields.pop("head_dim")
+    model, batch = split(name, **fields), tiny.batch(name)
+    for assign in (False, True):
+        whole = add_noise(tiny.model(name, seed=7 + assign, **fields), seed=7 + assign)
+        model.load_state_dict(whole.state_dict(), assign=assign)
+        same(plait.full_state_dict(model), whole.state_dict())
+        parity.compare(model, whole, batch)
+    copied = copy.deepcopy(model)
+    same(plait.full_state_dict(copied), whole.state_dict())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    parity.compare(copied, whole, batch)
+    copied.float(), whole.float()
+    same(plait.full_state_dict(copied), whole.state_dict())
+    parity.compare(copied, whole, batch)
+    copied.double(), whole.double()
+    for one in (copied, whole):
+        torch.manual_seed(0)
+        one.resize_token_embeddings(101, mean_resizing=False)
+    same(plait.full_state_dict(copied), whole.state_dict())
+    parity.compare(copied, whole, batch)
+    with plait.guard(copied, weights_every=1):
+        copied(**batch).loss.backward()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_new_layer_in_an_uneven_place() -> None:
+    model, whole = split(**UNEVEN), add_noise(tiny.model("llama", **UNEVEN))
+    torch.manual_seed(rank())
+    weights = {}
+    for path in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"):
+        parent, _, name = path.partition(".")
+        old = getattr(getattr(model.model.layers[0], parent), name)
+        new = nn.Linear(old.in_features, old.out_features, bias=False).double()
+        weights[path] = new
+        setattr(getattr(model.model.layers[0], parent), name, new)
+    plait.adopt(model)
+    found = plait.full_state_dict(model)
+    for path in weights:
+        key = f"model.layers.0.{path}.weight"
+        whole.get_parameter(key).data.copy_(found[key])
+    parity.compare(model, whole, tiny.batch("llama"))

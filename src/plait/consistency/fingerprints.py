@@ -33,17 +33,22 @@ def checksum(x: Tensor) -> str:
         return ""
     if flat.device.type == "cpu":
         return f"{zlib.crc32(flat.view(torch.uint8).numpy().data):08x}"
+    return f"{weighted_bits(flat) & (1 << 64) - 1:016x}"
+
+
+def weighted_bits(flat: Tensor) -> int:
+    """The bits of a contiguous tensor, weighted by place and summed on its device, modulo 2⁶⁴."""
     bits = flat.view(torch.uint8)
     for width, dtype in ((8, torch.int64), (4, torch.int32), (2, torch.int16)):
         if bits.numel() % width == 0:
             bits = bits.view(dtype)
             break
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + part.numel(), device=x.device)
+        place = torch.arange(start, start + part.numel(), device=flat.device)
         total += ((part ^ (part >> 29)) * (place * 0x9E3779B1 | 1)).sum()  # wraps around
-    return f"{int(total.item()) & (1 << 64) - 1:016x}"
+    return int(total.item())
 
 
 def sketch(x: Tensor) -> Sketch | None:

@@ -12,8 +12,9 @@ from plait import surgery
 from plait.errors import RankError
 from plait.hf.generation.randomness import borrowed, capture
 from plait.state import ParallelState, gather_whole, state_of
-from plait.surgery.adopting import cut_plain, planned_styles
+from plait.surgery.adopting import cut_plain
 from plait.surgery.loading import layout_of
+from plait.surgery.planned import planned_styles
 from plait.weights.outcome import meet
 
 

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plait import comm
-from plait.errors import PlaitError, PlanError, RankError
-from plait.plan import Entry
+from plait.errors import PlaitError, RankError
 from plait.state import LAYOUT, STATE, ParallelState, state_of
-from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
+from plait.styles import TensorParallelLayer
 from plait.styles.containers import style_of_rest
 from plait.styles.params import replicate
 from plait.surgery.keeping import keep_records
 from plait.surgery.loading import is_part, layout_of, take_whole_tensors
+from plait.surgery.planned import planned_styles, single_style
 from plait.surgery.watching import (
     has_changed,
     is_root,
@@ -32,19 +31,6 @@ from plait.surgery.watching import (
 from plait.weights.outcome import meet
 
 _log = logging.getLogger("plait")
-
-_WHOLE_BORDERS = frozenset(
-    {
-        "colwise_gather_output",
-        "colwise_rep",
-        "rowwise_split_input",
-        "rowwise_rep",
-        "embedding_rowwise",
-        "embedding_colwise",
-        "replicate",
-    }
-)
-"""Styles that take a whole tensor and give one: another module in the place may stay whole."""
 
 
 def adopt(model: nn.Module) -> tuple[str, ...]:
@@ -159,7 +145,7 @@ def cut_plain(
             if id(param) in made:
                 part._parameters[name] = made[id(param)][1]
                 continue
-            _cut(part, name, style or _single(state, owner, name), state.tp_mesh)
+            _cut(part, name, style or single_style(state, owner, name), state.tp_mesh)
             new = part._parameters[name]
             assert new is not None
             made[id(param)] = (param, new)
@@ -221,64 +207,6 @@ def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> N
         "put the same modules into the model on all ranks",
     )
     raise comm.mark_announced(error)
-
-
-def planned_styles(
-    asked: str, model: nn.Module, state: ParallelState
-) -> dict[str, TensorParallelLayer]:
-    """The styles of the modules that the plan names, if it holds for those that are new.
-
-    Raises:
-        PlanError: A new module cannot do what the plan says of its place.
-    """
-    modules = dict(model.named_modules())
-    touched = {name.rpartition(".")[0] for name in plain_parameters(model)}
-    found: dict[str, TensorParallelLayer] = {}
-    problems: dict[str, None] = {}
-    for entry in state.plan.entries:
-        part = modules.get(entry.name) if entry.kind == "module" else None
-        if part is None:
-            continue
-        style = ALL_PARALLEL_STYLES[entry.style]
-        if is_part(part) and entry.name not in touched:
-            found[entry.name] = style
-            continue
-        problem = _refusal(entry, style, part, state)
-        if problem is None:
-            found[entry.name] = style
-        elif is_part(part) or entry.style not in _WHOLE_BORDERS:
-            problems[f"{entry.name} ({type(part).__name__}): {problem}"] = None
-    if problems:
-        raise PlanError(
-            asked,
-            list(problems),
-            ["put it in before the model is split", "change the plan: 'replicate' for what is cut"],
-        )
-    return found
-
-
-def _refusal(
-    entry: Entry, style: TensorParallelLayer, part: nn.Module, state: ParallelState
-) -> str | None:
-    cuts: Mapping[str, Any] = getattr(state.plan, "cuts", {})
-    if entry.name in cuts and entry.style not in _WHOLE_BORDERS and not is_part(part):
-        return f"the plan cuts what was here unevenly, as {entry.style!r}"
-    try:
-        style.validate(part, state.tp_mesh, entry.name)
-        for name in part._parameters:
-            style.validate_param(part, name, state.tp_mesh, parameter_name=f"{entry.name}.{name}")
-    except PlanError as refused:
-        return "; ".join(refused.problems)
-    return None
-
-
-def _single(state: ParallelState, owner: str, name: str) -> TensorParallelLayer | None:
-    """The style of one parameter that a rule names by itself."""
-    full = f"{owner}.{name}" if owner else name
-    for entry in state.plan.entries:
-        if entry.kind == "param" and entry.name == full:
-            return ALL_PARALLEL_STYLES[entry.style]
-    return None
 
 
 def _cut(part: nn.Module, name: str, style: TensorParallelLayer | None, mesh: DeviceMesh) -> None:
