@@ -73,7 +73,8 @@ def _check_complete(block: _Block, plan: Plan, names: ModelNames) -> None:
     styles = {entry.name: entry.style for entry in plan.entries}
     problems = []
     for name, kind in names.modules.items():
-        if _parent(name) != block.name or name in inside or kind not in ("Linear", "Conv1D"):
+        place = _parent(roles.projection(name))
+        if place != block.name or name in inside or kind not in ("Linear", "Conv1D"):
             continue
         if roles.role(name, "") in ("k", "v"):
             last = name.rpartition(".")[2]
@@ -106,7 +107,7 @@ def _blocks(plan: Plan, names: ModelNames) -> Iterator[_Block]:
     blocks: dict[str, list[Entry]] = {}
     for entry in plan.entries:
         if entry.style in roles.HEAD_STYLES and roles.is_query(entry.name, entry.style):
-            blocks.setdefault(_parent(entry.name), [])
+            blocks.setdefault(_parent(roles.projection(entry.name)), [])
     for entry in plan.entries:
         found = _block_of(entry, blocks) if entry.style in roles.HEAD_STYLES else None
         if found is not None:
@@ -123,7 +124,7 @@ def _parent(name: str) -> str:
 
 def _block_of(entry: Entry, blocks: Mapping[str, list[Entry]]) -> str | None:
     """The attention that an entry belongs to: the module above it, or a child of one of these."""
-    above = _parent(entry.name)
+    start = above = _parent(roles.projection(entry.name))
     while above:
         if above in blocks:
             return above
@@ -131,7 +132,7 @@ def _block_of(entry: Entry, blocks: Mapping[str, list[Entry]]) -> str | None:
         named = "att" in above.rpartition(".")[2].lower()
         if len(below) == 1 and named and entry.style == "rowwise":
             return below[0]
-        if _parent(entry.name).count(".") - above.count(".") >= 2:
+        if start.count(".") - above.count(".") >= 2:
             return None
         above = _parent(above)
     return above if above in blocks else None

@@ -1,5 +1,7 @@
 """What the parts of an attention are called, in the names that models use."""
 
+from plait.plan import derive_names as known
+
 FUSED = {
     "colwise_qkv": "qkv",
     "colwise_qkv_per_head": "qkv",
@@ -45,20 +47,10 @@ HEAD_DIM = (
     "dim_per_head",
 )
 
-_QUERY = frozenset(
-    {
-        "q_proj", "query", "q_lin", "q", "Wq", "wq", "q_b_proj", "query_proj", "to_q", "linear_q",
-        "q_up_proj", "queries", "q_a_proj_b", "query_layer", "wq_b", "q_linear",
-    }
-)  # fmt: skip
-_KEY = frozenset(
-    {"k_proj", "key", "k_lin", "k", "Wk", "wk", "key_proj", "to_k", "linear_k", "keys", "k_linear",
-     "key_layer"}
-)  # fmt: skip
-_VALUE = frozenset(
-    {"v_proj", "value", "v_lin", "v", "Wv", "wv", "value_proj", "to_v", "linear_v", "values",
-     "v_linear", "value_layer"}
-)  # fmt: skip
+_QUERY = known.QUERY | known.MLA_QUERY
+_WRAPPED = frozenset({"linear", "base_layer"})
+"""Names of a linear layer inside a module that is called as the projection."""
+
 _KEY_NORMS = (
     "k_norm",
     "key_norm",
@@ -73,20 +65,26 @@ _KEY_NORMS = (
 
 def role(name: str, style: str) -> str:
     """Returns q, k, v, qkv, kv, kv_b, o, or "heads" for what has an entry for each query head."""
-    last = name.rpartition(".")[2]
+    last = projection(name).rpartition(".")[2]
     if style in FUSED:
         return FUSED[style]
     if style == "rowwise":
         return "o"
     if last in _QUERY:
         return "q"
-    if last in _KEY or any(norm in name for norm in _KEY_NORMS):
+    if last in known.KEY or any(norm in name for norm in _KEY_NORMS):
         return "k"
-    if last in _VALUE:
+    if last in known.VALUE:
         return "v"
-    if last in ("kv_b_proj", "kv_up_proj"):
+    if last in known.MLA_KV:
         return "kv_b"
     return "heads"
+
+
+def projection(name: str) -> str:
+    """The name of a projection, without that of a linear layer inside of it."""
+    above, _, last = name.rpartition(".")
+    return above if last in _WRAPPED else name
 
 
 def is_query(name: str, style: str) -> bool:

@@ -14,16 +14,16 @@ SELF = "self"
 
 
 @lru_cache(maxsize=4096)
-def mentioned(kind: Any, without: tuple[str, ...] = ()) -> frozenset[str]:
+def mentioned(kind: Any, only: frozenset[str] | None = None) -> frozenset[str]:
     """Names of all attributes that the methods of a class mention.
 
     Args:
         kind: A module class. What torch defines is left out.
-        without: Methods to leave out.
+        only: Names of the methods that count; None: all.
     """
     names: set[str] = set()
     for key, code in _codes(kind):
-        if key not in without:
+        if only is None or key in only:
             names |= set(code.co_names)
     return frozenset(names)
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from plait.styles.code import mentioned
 from plait.styles.layer import TensorParallelLayer
-from plait.styles.params import LocalParams
+from plait.styles.params import GradMode, LocalParams
 from plait.styles.whole import ReplicateParallel
 
 # Modules of torch whose forward reads their children's parameters directly.
@@ -61,7 +61,7 @@ def _read_from_outside(module: nn.Module) -> list[nn.Module]:
     for child in module.children():
         below = [child, *child.children()]
         found += [part for part in below if names & set(part._parameters)]
-        outside = mentioned(_kind(child), without=("forward",)) & set(child._parameters)
+        outside = mentioned(_kind(child), only=names - {"forward"}) & set(child._parameters)
         if isinstance(child, _LISTS) or (outside and child not in found):
             found.append(child)
     return [part for part in found if any(p is not None for p in part._parameters.values())]
@@ -71,13 +71,19 @@ def _kind(module: nn.Module) -> Any:
     return type(module)  # hashable, which its stub denies
 
 
+def _grads(part: nn.Module) -> Mapping[str, GradMode] | None:
+    """Gradient modes of a module's parameters, as its own style has them."""
+    border = part.__dict__.get("_plait_border")
+    return border.style.grads_of(part) if border is not None else None
+
+
 class _TreeParams:
     """Local parameters in several modules."""
 
     __slots__ = ("contexts",)
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self.contexts = [LocalParams(part) for part in parts]
+        self.contexts = [LocalParams(part, _grads(part)) for part in parts]
 
     def __enter__(self) -> None:
         for context in self.contexts:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plait.comm import exchange, sum_from
 from plait.styles.activations import as_dtensor
+from plait.styles.heads import PlacedParams
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
 from plait.styles.params import GradMode, replicate
 from plait.styles.registry import ALL_PARALLEL_STYLES
@@ -129,6 +130,10 @@ class LocalParamsParallel(TensorParallelLayer):
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         """Always."""
         return True
+
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        """Local parameters; those with an entry for every head have one for every place."""
+        return PlacedParams(module, self.grads_of(module))
 
 
 ALL_PARALLEL_STYLES.register("replicate", ReplicateParallel())
