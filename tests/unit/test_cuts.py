@@ -1,4 +1,4 @@
-"""Dimensions made of heads: what a rank needs, stores and sees, against single features."""
+"""Dimensions made of heads: what a rank needs, stores and sees, by single features."""
 
 from typing import Any
 
