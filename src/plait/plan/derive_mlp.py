@@ -89,6 +89,9 @@ def _triples(tree: Tree, name: str, free: Sequence[Layer]) -> list[tuple[list[La
     return found
 
 
+_INNER_NORM = re.compile(r"sub_?(norm|ln)|ffn_(layer)?norm|ffn_layernorm|inner|mid|ffn_ln")
+
+
 def _by_shape(tree: Tree, name: str, rest: Sequence[Layer]) -> bool:
     """An MLP by its shapes alone: one or two equal layers, and one that reads what they make."""
     if not 2 <= len(rest) <= 3 or known.NOT_MLP.search(f"{tree.kind(name)} {last(name)}"):
@@ -149,7 +152,9 @@ def _between(tree: Tree, name: str, width: int, claimed: set[str]) -> tuple[dict
             continue
         sizes = {shape[0] for shape in own.values() if shape}
         if "norm" in kind.lower():
-            if width in sizes and width not in outside:
+            # Where all widths are equal only the name can tell it from a norm before or after.
+            inner = bool(outside) or _INNER_NORM.search(last(child)) is not None
+            if width in sizes and width not in outside and inner:
                 styles[child] = "split_norm"
         elif _CONVOLUTION.search(kind) or "DWConv" in kind or "Depthwise" in kind:
             return {}, f"{last(child)} ({kind}) convolves its channels"
