@@ -3,8 +3,7 @@
 A rank stores the features of its own heads. Of a key/value head that several ranks need each of
 them stores a part, and the parts are gathered when the head is used: forward one all-gather of
 these rows, backward one reduce-scatter of their gradient, so the gradient of every element is
-summed once and lies where the element lies. Without gradients the gathered rows are kept until the
-parameter changes.
+summed once and lies where the element lies. In one call of `generate()` the gathered rows are kept.
 """
 
 from itertools import pairwise
@@ -19,6 +18,7 @@ from plait.comm import gather_copy
 from plait.errors import PlanError
 from plait.plan.cuts import Cut
 from plait.plan.intervals import ParamLayout, Pieces, joined, length, taken
+from plait.styles.kept import keep, kept
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.params import CUTS, LocalParams, place, set_param
 from plait.styles.registry import ALL_PARALLEL_STYLES
@@ -50,14 +50,13 @@ class RankCut:
         dims: Parameter name → the dim of it that is cut.
     """
 
-    __slots__ = ("_kept", "_own", "_sizes", "_wanted", "cut", "dims", "mesh", "places", "real")
+    __slots__ = ("_own", "_sizes", "_wanted", "cut", "dims", "mesh", "places", "real")
 
     def __init__(self, cut: Cut, mesh: DeviceMesh) -> None:
         rank = mesh.get_local_rank()
         self.cut, self.mesh = cut, mesh
         self.places, self.real = cut.places[rank], cut.real[rank]
         self.dims: dict[str, int] = {}
-        self._kept: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._own: Pieces = ()
         self._wanted: list[tuple[bool, int, int]] = []
         self._sizes: tuple[int, ...] = ()
@@ -100,21 +99,17 @@ class RankCut:
         Args:
             x_owned: The rank's own tensor.
             dim: The dim that is cut.
-            key: Name under which a result without gradient is kept.
+            key: Name under which the result is kept in one call of `generate()`.
 
         Comm:
             Nothing where no head is shared. Otherwise forward one all-gather of the shared rows,
-            backward one reduce-scatter of their gradient.
+            backward one reduce-scatter of their gradient. In `generate()` once a call.
         """
         if not self.cut.is_shared:
             return x_owned
-        keep = not torch.compiler.is_compiling() and not (
-            (torch.is_grad_enabled() and x_owned.requires_grad) or x_owned.is_inference()
-        )
-        if keep:
-            known = self._kept.get(key)
-            if known is not None and known[0] is x_owned and known[1] == x_owned._version:
-                return known[2]
+        keeps = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        if keeps and (known := kept(self, key, x_owned)) is not None:
+            return known
         if self._own:
             shared = rearranged(x_owned, dim, self._own)
         else:
@@ -126,8 +121,8 @@ class RankCut:
         # Nothing of the gathered rows, so that every rank takes part in the backward.
         parts.append(gathered.narrow(dim, 0, 0))
         found = torch.cat(parts, dim=dim)
-        if keep:
-            self._kept[key] = (x_owned, x_owned._version, found)
+        if keeps:
+            keep(self, key, x_owned, found)
         return found
 
     @property

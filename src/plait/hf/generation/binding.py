@@ -16,6 +16,7 @@ from plait.hf.generation import inputs, randomness
 from plait.hf.generation.decisions import RankZeroScores, SilentStreamer, decide_at_rank_zero
 from plait.hf.generation.head import HeadExchange, selection_of
 from plait.hf.generation.messages import digest, exchange, global_ranks, report_failure
+from plait.styles.kept import parameters_unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,11 @@ def _generate_first(
         arguments["streamer"] = SilentStreamer(streamer) if received[0][2] else None
     try:
         states = None if is_first else received[0][1]
-        with randomness.borrowed(states, device), _call(self, state, arguments):
+        with (
+            randomness.borrowed(states, device),
+            _call(self, state, arguments),
+            parameters_unchanged(),
+        ):
             result = whole(self, **arguments)
     except BaseException as error:
         report_failure(error, mesh)
