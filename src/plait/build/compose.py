@@ -81,6 +81,12 @@ def parallelize(
     Comm:
         The first call of a process makes the groups of the mesh. A proof runs models.
     """
+    if config is not None and not isinstance(config, ParallelismConfig):
+        raise LayoutError(
+            f"parallelize(…, config={config!r}):",
+            f"a {type(config).__name__} is no ParallelismConfig",
+            ["DistributedConfig(tp_size=2)", "DistributedConfig.from_dict({…})"],
+        )
     split = [n or "the module itself" for n, p in module.named_modules() if is_split(p)]
     if split:
         raise LayoutError(
