@@ -230,6 +230,7 @@ def generated(whole: Whole, model: Any) -> torch.Tensor:
     inputs = {k: v for k, v in whole.batch.items() if k not in ("labels", "decoder_input_ids")}
     torch.manual_seed(0)
     with whole.precision(), torch.no_grad():
+        torch.manual_seed(0)  # some models draw random numbers without being asked to
         made = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     made = made if isinstance(made, torch.Tensor) else made[0]
     return made.detach().clone()

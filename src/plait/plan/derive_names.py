@@ -90,10 +90,10 @@ READS_WEIGHTS = {
 
 EMBEDDING_READERS = _words(
     """
-    DiffusionGemmaDecoderModel Qwen4ExpTextModel IdeficsModel Qwen4ExpTextNGramEmbedding
+    IdeficsModel Qwen4ExpTextNGramEmbedding
     """
 )
-"""Classes that multiply, index or bound-check the rows of an embedding themselves."""
+"""Classes that count the rows of an embedding themselves."""
 
 HEAD_READERS = _words("Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM")
 """Classes that use the weight of the head without calling it."""

@@ -1,15 +1,17 @@
 """Modules that no rule names: their parameters are whole, and their forward sees plain tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from plait.styles.code import mentioned
+from plait.styles.code import mentioned, reads
+from plait.styles.embedding import EmbeddingParallel
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.params import GradMode, LocalParams
+from plait.styles.table import ReadTables
 from plait.styles.whole import ReplicateParallel
 
 # Modules of torch whose forward reads their children's parameters directly.
@@ -36,9 +38,10 @@ def style_of_rest(
             return _TREE
     if isinstance(module, nn.RNNBase):
         return _RNN
-    read = _read_from_outside(module)
-    if read:
+    read, tables = _read_from_outside(module), _tables_read(module, name, styled)
+    if read or tables:
         module.__dict__[_READ] = read
+        module.__dict__[_TABLES] = tables
         return _CHILDREN
     if any(param is not None for param in module._parameters.values()):
         return _REPLICATE
@@ -47,6 +50,19 @@ def style_of_rest(
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _READ = "_plait_read"  # on a module: modules below it whose parameters its own code reads
+_TABLES = "_plait_tables"  # … embeddings split over the vocabulary among them
+
+
+def _tables_read(
+    module: nn.Module, name: str, styled: Mapping[str, TensorParallelLayer]
+) -> list[nn.Module]:
+    """Embeddings split over the vocabulary whose weight the module's own code reads."""
+    found = []
+    for below in reads(_kind(module)):
+        style = styled.get(f"{name}.{below}" if name else below)
+        if isinstance(style, EmbeddingParallel) and style.shard_dim == 0:
+            found.append(module.get_submodule(below))
+    return found
 
 
 def _read_from_outside(module: nn.Module) -> list[nn.Module]:
@@ -82,8 +98,15 @@ class _TreeParams:
 
     __slots__ = ("contexts",)
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self.contexts = [LocalParams(part, _grads(part)) for part in parts]
+    def __init__(
+        self,
+        parts: Iterable[nn.Module],
+        tables: Sequence[nn.Module] = (),
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.contexts: list[Any] = [LocalParams(part, _grads(part)) for part in parts]
+        if tables and mesh is not None:
+            self.contexts.append(ReadTables(list(tables), mesh))
 
     def __enter__(self) -> None:
         for context in self.contexts:
@@ -122,7 +145,7 @@ class _Tree(ReplicateParallel):
 class _Children(ReplicateParallel):
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
         whole = [part for part in module.__dict__[_READ] if not _is_split(part)]
-        return _TreeParams([module, *whole])
+        return _TreeParams([module, *whole], module.__dict__[_TABLES], mesh)
 
 
 def _is_split(part: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from plait.styles.layer import (
 )
 from plait.styles.params import place
 from plait.styles.registry import ALL_PARALLEL_STYLES
+from plait.styles.table import OwnTable
 
 
 class EmbeddingParallel(TensorParallelLayer):
@@ -100,6 +101,11 @@ class EmbeddingParallel(TensorParallelLayer):
 
 
 def _vocabulary_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with OwnTable(module):
+        return _look_up(module, *args, **kwargs)
+
+
+def _look_up(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     border = border_of(module)
     style, mesh = border.style, border.mesh
     args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
