@@ -113,9 +113,29 @@ def _blocks(plan: Plan, names: ModelNames) -> Iterator[_Block]:
         if found is not None:
             blocks[found].append(entry)
     for name, entries in blocks.items():
-        block = _block(name, entries, names)
+        block = _block(name, _of_heads(name, entries, names), names)
         if block is not None:
             yield block
+
+
+def _of_heads(name: str, entries: list[Entry], names: ModelNames) -> list[Entry]:
+    """The entries of an attention without those of an MLP that its module holds as well."""
+    outputs = [e for e in entries if e.style == "rowwise"]
+    likely = [e for e in outputs if _parent(e.name) == name and roles.is_output(e.name)]
+    if len(outputs) < 2 or len(likely) != 1:
+        return entries
+    width = _entry_width(likely[0], names) or 0
+    found = []
+    for entry in entries:
+        if entry.style == "rowwise":
+            mine = entry is likely[0]
+        elif entry.style == "colwise" and roles.role(entry.name, "colwise") == "heads":
+            mine = roles.is_extra(entry.name) and width % (_entry_width(entry, names) or 1) == 0
+        else:
+            mine = True
+        if mine:
+            found.append(entry)
+    return found
 
 
 def _parent(name: str) -> str:

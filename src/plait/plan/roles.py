@@ -90,3 +90,13 @@ def projection(name: str) -> str:
 def is_query(name: str, style: str) -> bool:
     """Whether an entry is a query projection, or a fused one that holds it."""
     return role(name, style) in ("q", "qkv") and style not in ("rowwise", "split_norm")
+
+
+def is_output(name: str) -> bool:
+    """Whether the name is that of a projection at the end of an attention."""
+    return projection(name).rpartition(".")[2] in known.OUTPUT
+
+
+def is_extra(name: str) -> bool:
+    """Whether the name is that of a projection that gates heads or says something about each."""
+    return projection(name).rpartition(".")[2] in known.GATE | known.PER_HEAD_EXTRA
