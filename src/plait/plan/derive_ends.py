@@ -57,7 +57,7 @@ def _embedding(tree: Tree, name: str, sizes: set[int], tied: bool, found: Found)
     if len(shape) != 2:
         return
     leaf, above = last(name), tree.kind(parent(name))
-    if any(tree.has_params(child) for child in tree.children.get(name, ())):
+    if tree.children.get(name, ()):
         _replicated(name, "it has parts of its own that need the whole row", found)
     elif above in known.EMBEDDING_READERS:
         _replicated(name, f"{above} reads its weight itself", found)

@@ -107,7 +107,8 @@ def _norm(
         return {}, ""  # on the hidden states, before or after
     if len(shapes[0]) > 1 and size in counts:
         return {child: "head_params"}, ""
-    projections = {layer.width for layer in tree.layers(above)}
+    on_heads = known.QUERY | known.KEY
+    projections = {layer.width for layer in tree.layers(above) if layer.role in on_heads} | {width}
     per_head = width // counts[0]
     if size in projections and size != per_head:
         return {child: "split_norm"}, ""

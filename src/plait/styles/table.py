@@ -96,7 +96,7 @@ def _on_whole(name: str) -> Any:
 
 for _name in ("mul", "rmul", "matmul", "rmatmul", "add", "radd", "sub", "rsub", "truediv", "eq"):
     setattr(TableView, f"__{_name}__", _on_whole(f"__{_name}__"))
-TableView.__hash__ = object.__hash__
+setattr(TableView, "__hash__", object.__hash__)  # noqa: B010
 
 
 class ReadTables:
@@ -137,7 +137,7 @@ class OwnTable:
     def __enter__(self) -> None:
         self.view: Any = self.module._parameters["weight"]
         if isinstance(self.view, TableView):
-            self.module._parameters["weight"] = self.view.param  # type: ignore[assignment]
+            self.module._parameters["weight"] = self.view.param
 
     def __exit__(self, *error: Any) -> None:
         self.module._parameters["weight"] = self.view
