@@ -56,7 +56,7 @@ def _embedding(tree: Tree, name: str, sizes: set[int], tied: bool, found: Found)
     shape = tree.own_params.get(name, {}).get("weight", ())
     if len(shape) != 2:
         return
-    leaf, above = last(name), tree.kind(parent(name))
+    leaf, above = _word(name), tree.kind(parent(name))
     if tree.children.get(name, ()):
         _replicated(name, "it has parts of its own that need the whole row", found)
     elif above in known.EMBEDDING_READERS:
@@ -73,6 +73,12 @@ def _embedding(tree: Tree, name: str, sizes: set[int], tied: bool, found: Found)
         found.styles[name] = "embedding_rowwise"
 
 
+def _word(name: str) -> str:
+    """The last part of a name that is no number: that of a list for its members."""
+    leaf = last(name)
+    return _word(parent(name)) if leaf.isdigit() else leaf
+
+
 def _replicated(name: str, why: str, found: Found) -> None:
     """Whole, and said as a rule: it holds against one that a model ships."""
     found.styles[name] = "replicate"
@@ -83,7 +89,7 @@ def _head(tree: Tree, layer: Layer, sizes: set[int], tied: set[str], found: Foun
     above = tree.kind(parent(layer.name))
     if layer.name not in tied and layer.width not in sizes:
         return
-    if layer.name not in tied and layer.role not in known.HEADS and layer.width < _MANY_ROWS:
+    if layer.name not in tied and _word(layer.name) not in known.HEADS and layer.width < _MANY_ROWS:
         return
     if above in known.HEAD_READERS:
         found.whole(layer, f"{above} reads its weight itself")
