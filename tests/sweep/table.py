@@ -1,6 +1,9 @@
 """Writes docs/models.md from the results of the sweep.
 
-python -m tests.sweep.table out.json docs/models.md
+python -m tests.sweep.table out.json docs/models.md src/plait/build/proven.json
+
+The last file lists the classes whose derived plans need no proof of their own: all their cells are
+equal.
 """
 
 import collections
@@ -29,6 +32,9 @@ the gradient of every parameter and {tokens} greedily generated tokens.
 | – | refused before anything changed; the reason is below |
 | ✗ | differs, or fails while running; how is below |
 | ∅ | the small copy does not run in one process |
+
+*Held @ 2* is the largest fraction of the small copy's parameters on one of two ranks. Small
+copies have large position tables and convolutions beside their matrices; these stay whole.
 
 The plan is *shipped* where transformers brings tensor-parallel rules with the model or a part of
 it, else *derived*.
@@ -64,13 +70,15 @@ def page(results: list[dict[str, Any]], version: str) -> str:
 def table(names: list[str], rows: dict[str, Any]) -> list[str]:
     """The table of one kind of model, a line for each."""
     titles = [f"{shape} {'/'.join(map(str, SHAPES[shape][n]))} @ {n}" for shape, n in COLUMNS]
-    lines = ["| model type | plan | " + " | ".join(titles) + " |"]
-    lines.append("|---|---|" + ":-:|" * len(titles))
+    lines = ["| model type | plan | held @ 2 | " + " | ".join(titles) + " |"]
+    lines.append("|---|---|--:|" + ":-:|" * len(titles))
     for name in names:
         cells = rows[name]
         plan = next((c["plan"] for c in cells.values() if c["plan"]), "")
         marks = [mark(cells.get(column)) for column in COLUMNS]
-        lines.append(f"| {name.split('/', 1)[1]} | {plan} | {' | '.join(marks)} |")
+        two = cells.get(("ordinary", 2), {"held": 0.0})
+        held = f"{100 * two['held']:.0f} %" if two["held"] else ""
+        lines.append(f"| {name.split('/', 1)[1]} | {plan} | {held} | {' | '.join(marks)} |")
     return lines
 
 
@@ -115,12 +123,28 @@ def counts(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def proven(results: list[dict[str, Any]]) -> list[str]:
+    """Classes of which every cell that could be built is equal, and at least one could."""
+    by_class: dict[str, list[str]] = collections.defaultdict(list)
+    for one in results:
+        by_class[one["class_name"]].append(one["status"])
+    return sorted(
+        name
+        for name, found in by_class.items()
+        if "pass" in found and set(found) <= {"pass", "cannot-build", "refused"}
+    )
+
+
 def main() -> None:
     """The command."""
     import transformers
 
-    source, target = map(Path, sys.argv[1:3])
-    target.write_text(page(json.loads(source.read_text()), transformers.__version__))
+    source, target, table = map(Path, sys.argv[1:4])
+    results = json.loads(source.read_text())
+    version = transformers.__version__
+    target.write_text(page(results, version))
+    listed = {"transformers": version, "classes": proven(results)}
+    table.write_text(json.dumps(listed, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 1. Resolve the sizes against the processes. Nothing else makes sense if they do not fit.
 2. Make the mesh: its axes are all that later steps know of the processes.
-3. Resolve the plan and check every style against every parameter: all refusals come before the
-   first change, so a refused module is as it was.
+3. Resolve the plan, prove what of it was derived on a small copy, deal out the heads, and check
+   every style against every parameter: all refusals come before the first change, so a refused
+   module is as it was.
 4. Cut the parameters that rules name. On meta this only notes which slice the reader will read.
 5. Make every other parameter a DTensor that is whole on every rank, so that optimizers and norms
    meet one kind of parameter.
