@@ -64,7 +64,7 @@ def fused(kind: str, style: str, num_heads: int, num_kv: int = 0, **fields: Any)
 
 
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
-_MLA = {
+_MLA: dict[str, Any] = {
     "hidden_size": 20,
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
@@ -81,6 +81,12 @@ _MLA = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+
+
+def latent(kind: str, **fields: Any) -> Case:
+    """Keys and values from a latent that all heads share."""
+    return Case(kind, 5, 5, {**_MLA, **fields}, v_dim=3, cached="latent")
+
 
 SEPARATE = {
     "llama 9/3": separate("llama", 9, 3, attention_bias=True),
@@ -179,11 +185,11 @@ OTHERS = {
 CASES = SEPARATE | FUSED | OTHERS
 
 
-def pair(name: str, dtype: torch.dtype = torch.float64, **fields: Any) -> tuple[Any, Any]:
-    """A model, split by the improved plan without a proof, and the same model whole."""
-    whole = model(name, dtype, **fields)
+def pair(name: str, dtype: torch.dtype = torch.float64, check: bool = False) -> tuple[Any, Any]:
+    """A model, split by the improved plan, as a rule without a proof, and the same model whole."""
+    whole = model(name, dtype)
     split = copy.deepcopy(whole)
-    plait.parallelize(split, check=False)
+    plait.parallelize(split, check=check)
     return split, whole
 
 
