@@ -240,7 +240,7 @@ def _why(name: str, part: nn.Module, entry: Entry | None, plan: Plan) -> str:
     if entry is not None:
         return _WHY.get(entry.style, f"its style is {entry.style}")
     if "norm" in type(part).__name__.lower():
-        return "works on whole tensors, and is small"
+        return "small, and works on whole tensors"
     for key in part._parameters:
         for pattern, reason in plan.whole.items():
             if matches(pattern, f"{name}.{key}" if name else key):

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import plait
-from plait.cli import chat, check, generate, verify
+from plait.cli import chat, check, generate, inspect, verify
 from plait.cli.options import PARENT_PRINTS
 
 __all__ = ["PARENT_PRINTS", "app", "main"]
@@ -40,6 +40,7 @@ app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("check")(check.command)
 app.command("verify")(verify.command)
+app.command("inspect")(inspect.command)
 
 
 def main(mode: str | None = None) -> None:
