@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 CHECKED = (
-    "run", "shapes", "plan", "mesh", "comm", "styles", "weights", "hf", "build", "testing",
+    "run", "shapes", "plan", "mesh", "comm", "styles", "weights", "surgery", "consistency", "hf",
+    "proof", "build", "testing",
 )  # fmt: skip
 """Rooms whose annotations are checked. `layout` and `auto` are not among them: they take a user's
 arguments of any type and refuse the wrong ones in words, which a check would forestall."""
