@@ -208,12 +208,12 @@ def test_what_is_refused_before_anything_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
-    model = tiny.model("llama", num_attention_heads=8, num_key_value_heads=4)
+def test_more_ranks_than_heads_are_refused_and_nothing_is_changed() -> None:
+    model = tiny.model("llama", num_attention_heads=2, num_key_value_heads=1)
     before = {name: id(param) for name, param in model.named_parameters()}
-    with pytest.raises(LayoutError, match="tp_size=1 or 2 or 4") as caught:
+    with pytest.raises(LayoutError, match="3 ranks for 2 query heads") as caught:
         plait.parallelize(model)
-    assert "8 heads" in str(caught.value) and "4 heads" in str(caught.value)
+    assert "a smaller tp_size" in str(caught.value) and "'replicate'" in str(caught.value)
     assert before == {name: id(param) for name, param in model.named_parameters()}, "untouched"
     with pytest.raises(LayoutError, match="split already"):
         fine = tiny.model("llama")

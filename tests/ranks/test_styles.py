@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import plait
 from plait.comm import count
 from plait.errors import PlanError
-from plait.plan.intervals import length
+from plait.plan.intervals import even, length
 from plait.state import state_of
 from plait.styles import (
     ALL_PARALLEL_STYLES,
@@ -26,6 +26,7 @@ from plait.styles import (
     TensorParallelLayer,
     experts,
     layer,
+    packed,
 )
 from plait.testing import add_noise, mutation, parity, tiny
 
@@ -189,10 +190,27 @@ def test_packed_layers_of_unequal_parts() -> None:
     assert len(layouts["qkv.bias"].pieces[rank]) == 3
 
 
-@pytest.mark.ranks(4)
-def test_packed_parts_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match=r"gate_up.weight.*\(10, 10\).*tp_size 4"):
-        split_copy(GateUp(width=10), {"gate_up": "packed_colwise", "down": "rowwise"})
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("width", [1, 2, 5, 10, 13])
+def test_packed_parts_that_do_not_divide(width: int) -> None:
+    whole = GateUp(width=width)
+    split = split_copy(whole, {"gate_up": "packed_colwise", "down": "rowwise"})
+    assert_same(split, whole, x_of(2, 5, 12))
+    state = plait.full_state_dict(split)
+    assert all(torch.equal(state[k], v) for k, v in whole.state_dict().items())
+    step, rank = -(-width // world()), torch.distributed.get_rank()
+    mine = max(0, min(width, (rank + 1) * step) - rank * step)
+    assert split.gate_up.weight.to_local().shape[0] == 2 * mine
+    assert split.down.weight.to_local().shape[1] == mine
+    wrong = (AssertionError, RuntimeError)
+    with mutation.must_fail(packed, "packed", lambda x, dim, n, _: even(x, dim, n), wrong):
+        whole = GateUp(width=13)
+        split = split_copy(whole, {"gate_up": "packed_colwise", "down": "rowwise"})
+        assert_same(split, whole, x_of(2, 5, 12))
+
+
+@pytest.mark.ranks(2)
+def test_parts_that_a_packed_weight_does_not_have_are_refused_by_name() -> None:
     ALL_PARALLEL_STYLES.register("packed_odd", PackedColwiseParallel(sections=(5, 1)))
     with pytest.raises(PlanError, match=r"does not consist of parts in the ratio \(5, 1\)"):
         split_copy(GateUp(width=10), {"gate_up": "packed_odd", "down": "rowwise"})
@@ -524,11 +542,38 @@ def test_experts_split_by_width(kind: str) -> None:
         parity.compare(split, whole, tiny.batch("llama", size=3))
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
+def test_experts_of_a_width_that_does_not_divide(kind: str, how: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**tiny.SIZES, "num_hidden_layers": 1, "num_experts_per_tok": 2, "head_dim": 4}
+    sizes |= {"num_local_experts": 4, "num_experts": 4, "vocab_size": 97}
+    sizes |= {"intermediate_size": 13, "moe_intermediate_size": 13}
+    if how == "grouped_mm":  # its rows have to be of whole 16 bytes, on every rank
+        sizes |= {"intermediate_size": 4 * 5, "moe_intermediate_size": 4 * 5}
+    dtype = torch.float64 if how == "eager" else torch.float32  # grouped_mm has no float64
+    fields = AutoConfig.for_model(kind, **sizes)
+    made = AutoModelForCausalLM.from_config(fields, dtype=dtype, experts_implementation=how)
+    whole = add_noise(made.eval())
+    split = plait.parallelize(copy.deepcopy(whole), check=False)
+    found = parity.compare(split, whole, tiny.batch("llama", size=3))
+    assert any("experts" in name for name in found.grads)
+    state = plait.full_state_dict(split)
+    assert all(torch.equal(state[k], v) for k, v in whole.state_dict().items())
+    if how == "grouped_mm":
+        stacks = [p.to_local() for p in split.parameters() if p.ndim == 3]
+        assert stacks and all(extent % 4 == 0 for x in stacks for extent in x.shape[1:])
+
+
 @pytest.mark.ranks(2)
 def test_styles_that_are_not_built_are_refused_by_name() -> None:
-    for style in ("grouped_gemm", "ep_dispatch_experts", "mla_kv_a_proj"):
+    for style in ("grouped_gemm", "ep_dispatch_experts", "ep_router"):
         with pytest.raises(PlanError, match="is not built yet"):
             split_copy(nn.Sequential(nn.Linear(4, 4)), {"0": style})
+    with pytest.raises(PlanError, match="no qk_rope_head_dim in the config"):
+        split_copy(nn.Sequential(nn.Linear(4, 4)), {"0": "mla_kv_a_proj"})
 
 
 @pytest.mark.ranks(2)

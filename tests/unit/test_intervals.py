@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.plan.intervals import ParamLayout, even, inside, joined, length, packed, taken, whole
+from plait.plan.intervals import (
+    ParamLayout,
+    aligned,
+    even,
+    inside,
+    joined,
+    length,
+    packed,
+    taken,
+    whole,
+)
 
 ranges = st.lists(
     st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda ab: (min(ab), max(ab))), max_size=5
@@ -81,3 +91,24 @@ def test_bad_cuts_are_refused_with_both_numbers():
         even((6, 2), 2, 2)
     with pytest.raises(PlanError, match="n must be"):
         even((6,), 0, 0)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    st.integers(1, 6),
+    st.sampled_from([2, 4, 8]),
+)
+def test_stacks_of_experts_keep_rows_of_whole_16_bytes(sections, n, itemsize):
+    size = sum(sections)
+    layout = aligned((3, size, 5), 1, n, sections, itemsize)
+    unit = 16 // itemsize
+    ordinary = packed((3, size, 5), 1, n, sections)
+    if layout is None:
+        whole_rows = itemsize < 8 and all(s % unit == 0 and s >= n * unit for s in sections)
+        assert not whole_rows or all(s % (n * unit) == 0 for s in sections)
+        return
+    assert layout.problems() == [] and layout != ordinary
+    for pieces in layout.pieces:
+        assert all(a % unit == 0 and b % unit == 0 for a, b in pieces)
+    assert max(layout.sizes) - max(ordinary.sizes) < unit * len(sections)
+    assert aligned((size, 5), 0, n, sections, itemsize) is None, "no stack"

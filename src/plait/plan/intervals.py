@@ -174,7 +174,9 @@ def even(shape: Sequence[int], dim: int, n: int) -> ParamLayout:
     return packed(shape, dim, n, (shape[dim],))
 
 
-def packed(shape: Sequence[int], dim: int, n: int, sections: Sequence[int]) -> ParamLayout:
+def packed(
+    shape: Sequence[int], dim: int, n: int, sections: Sequence[int], unit: int = 1
+) -> ParamLayout:
     """Returns the layout in which each rank holds its share of every section of a packed tensor.
 
     Args:
@@ -182,6 +184,7 @@ def packed(shape: Sequence[int], dim: int, n: int, sections: Sequence[int]) -> P
         dim: The dimension along which the sections lie; negative counts from the end.
         n: Number of ranks.
         sections: Size of every section; they add up to `shape[dim]`. Each is cut as in `even`.
+        unit: Indices that stay together.
 
     Raises:
         PlanError: The sections do not add up, or `n` is below 1.
@@ -197,15 +200,38 @@ def packed(shape: Sequence[int], dim: int, n: int, sections: Sequence[int]) -> P
     starts = [sum(sections[:i]) for i in range(len(sections))]
     ranks = []
     for rank in range(n):
-        cuts = (_chunk(size, rank, n) for size in sections)
+        cuts = (_chunk(size, rank, n, unit) for size in sections)
         ranks.append(joined((at + a, at + b) for at, (a, b) in zip(starts, cuts, strict=True)))
     return ParamLayout(tuple(shape), dim, tuple(ranks))
 
 
-def _chunk(size: int, rank: int, n: int) -> tuple[int, int]:
+def _chunk(size: int, rank: int, n: int, unit: int = 1) -> tuple[int, int]:
     """The range of `rank` when `size` indices are cut in `n` chunks as `torch.chunk` does."""
-    step = -(-size // n)
+    step = -(-size // (n * unit)) * unit
     return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def aligned(
+    shape: Sequence[int], dim: int, n: int, sections: Sequence[int], itemsize: int
+) -> ParamLayout | None:
+    """Returns the layout of stacked experts whose slices keep rows of whole 16 bytes, or None.
+
+    Kernels for grouped products want that. None: an ordinary cut has such rows, or the sections
+    themselves have not, or there are fewer than 16 bytes for every rank, or the tensor is no stack.
+
+    Args:
+        shape: Shape of the whole tensor: `[experts, …, …]`.
+        dim: The dimension that is cut.
+        n: Number of ranks.
+        sections: Size of every packed section along `dim`; `(shape[dim],)` where there is one.
+        itemsize: Bytes of one element.
+    """
+    unit = 16 // itemsize if itemsize in (2, 4) else 1
+    if len(shape) < 3 or unit == 1 or any(size % unit or size < n * unit for size in sections):
+        return None
+    if all(size % (n * unit) == 0 for size in sections):
+        return None
+    return packed(shape, dim, n, sections, unit)
 
 
 def _dim(dim: int, shape: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from plait.comm import gather_copy
 from plait.errors import PlanError
 from plait.plan.cuts import Cut
-from plait.plan.intervals import ParamLayout, Pieces, joined, length, taken
+from plait.plan.intervals import ParamLayout, Pieces, aligned, joined, length, taken
 from plait.styles.kept import keep, kept
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.params import CUTS, LocalParams, place, set_param
@@ -176,9 +176,17 @@ def cut_of(module: nn.Module, name: str = "") -> RankCut | None:
     return None if cuts is None else cuts.get(name, cuts.get(""))
 
 
-def cut_layout(module: nn.Module, name: str, dim: int) -> ParamLayout | None:
-    """The ranges that each rank stores of a parameter, where they are no ordinary shard."""
+def cut_layout(
+    module: nn.Module, name: str, dim: int, mesh: DeviceMesh | None = None
+) -> ParamLayout | None:
+    """The ranges that each rank stores of a parameter, where they are no ordinary shard.
+
+    With a mesh also those of stacked experts.
+    """
     tensor, found = module._parameters.get(name), cut_of(module, name)
+    if tensor is not None and found is None and mesh is not None:
+        shape, size = tuple(tensor.shape), tensor.element_size()
+        return aligned(shape, dim, mesh.size(), (shape[dim],), size)
     if tensor is None or found is None or found.cut.is_even:
         return None
     return found.cut.layout(tuple(tensor.shape), dim)
@@ -213,7 +221,7 @@ def place_layout(module: nn.Module, name: str, mesh: DeviceMesh, layout: ParamLa
 
 def place_features(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     """Cut one parameter along `dim`: on the borders of its heads, or evenly where it has none."""
-    layout, found = cut_layout(module, name, dim), cut_of(module, name)
+    layout, found = cut_layout(module, name, dim, mesh), cut_of(module, name)
     if found is not None:
         found.dims[name] = dim
     if layout is None:

@@ -104,7 +104,7 @@ class ColwiseParallel(TensorParallelLayer):
     def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
         """The features of the rank's own heads, where they are no ordinary shard."""
         tensor = module._parameters.get(param)
-        return None if tensor is None else cut_layout(module, param, out_dim(module, tensor))
+        return None if tensor is None else cut_layout(module, param, out_dim(module, tensor), mesh)
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Cut the output features."""
@@ -200,7 +200,7 @@ class RowwiseParallel(TensorParallelLayer):
         tensor = module._parameters.get(param)
         if tensor is None or tensor.ndim < 2:
             return None
-        return cut_layout(module, param, in_dim(module, tensor))
+        return cut_layout(module, param, in_dim(module, tensor), mesh)
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Cut the input features; leave the bias whole."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from plait.errors import PlanError
-from plait.plan.intervals import ParamLayout, packed
+from plait.plan.intervals import ParamLayout, aligned, packed
 from plait.styles.activations import to_replicate
 from plait.styles.heads import place_layout
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
@@ -84,6 +84,9 @@ class _Packed(TensorParallelLayer):
             return None
         parts = self.part_sizes(tensor.shape[dim])
         assert parts is not None  # validate_param saw it
+        rows = aligned(tuple(tensor.shape), dim, mesh.size(), parts, tensor.element_size())
+        if rows is not None:
+            return rows
         if self.sections is None and parts[0] % mesh.size() == 0:
             return None
         return packed(tuple(tensor.shape), dim, mesh.size(), parts)
