@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import plait
@@ -163,3 +164,33 @@ def test_calls_of_one_layer_times_layers_is_the_whole() -> None:
     expected = predicted("deepseek v3", batch)
     calls = [call for block in expected.blocks for call in block.calls * block.count]
     assert explain_parts.tally(calls) == expected.tally("")
+
+
+class _Doubled(nn.Module):
+    """A layer whose second half is not reached by the loss, and that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+        self.unused = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.up(x).relu())
+        self.unused(x)
+        out: torch.Tensor = self.down(self.up(x).relu())
+        return out
+
+
+@pytest.mark.ranks(2, 3)
+def test_calls_without_a_backward_and_a_module_called_twice() -> None:
+    rules = {"up": "colwise", "down": "rowwise", "unused": "colwise"}
+    x = torch.ones(2, 5, 12)
+    with torch.device("meta"):
+        whole = _Doubled()
+    expected = inspecting.explain(whole, rules, torch.distributed.get_world_size(), inputs={"x": x})
+    split = plait.parallelize(_Doubled(), tp_plan=rules)
+    with count() as found:
+        split(x).sum().backward()
+    assert problems(expected, split, found) == []
+    assert expected.tally("backward") == {"all_reduce": (1, x.numel() * 4)}

@@ -15,14 +15,17 @@ from plait.build.tracing import PREDICTED, trace
 from plait.plan import Entry, ModelNames, Plan, matches
 from plait.plan.explain import Explanation
 from plait.plan.explain_parts import Call, Param, Part
-from plait.plan.intervals import ParamLayout, even, packed, whole
+from plait.plan.intervals import ParamLayout, aligned, even, packed, whole
 from plait.styles import ALL_PARALLEL_STYLES
 from plait.styles.embedding import EmbeddingParallel
 from plait.styles.heads import HeadEmbedding, HeadParams
+from plait.styles.layer import TensorParallelLayer
 from plait.styles.linear import ColwiseParallel, RowwiseParallel
 from plait.styles.linear_kinds import in_dim, out_dim
+from plait.styles.mla import MlaKvAProjParallel
 from plait.styles.packed import _Packed
 from plait.styles.statistics import SplitNorm
+from plait.styles.whole import ReplicateParallel
 
 _WHY = {
     "mla_kv_a_proj": "the latent is shared by all heads",
@@ -83,7 +86,7 @@ def explain(
         parts=tuple(parts),
         attention=tuple(plan.attention.values()),
         calls=calls,
-        not_predicted=unknown,
+        not_predicted=unknown + _unknown_shapes(plan),
         batch=batch,
     )
 
@@ -102,8 +105,21 @@ def _calls(
         return trace(module, plan, _on_meta(inputs)), ()
     except Exception as error:  # whatever the model's own code raises
         said = (str(error).strip().splitlines() or [""])[0]
-        reason = f"collectives: the forward needs the values of tensors ({said[:120]})"
+        reason = f"collectives: the forward cannot be followed without values ({said[:120]})"
         return (), (reason,)
+
+
+def _unknown_shapes(plan: Plan) -> tuple[str, ...]:
+    """Styles of the user's that cut parameters in a way of their own."""
+    known = (_Packed, ColwiseParallel, RowwiseParallel, EmbeddingParallel, HeadEmbedding, SplitNorm)
+    whole_too = (TensorParallelLayer.shard_param, ReplicateParallel.shard_param)
+    keeps = (*whole_too, MlaKvAProjParallel.shard_param)
+    found = []
+    for name in sorted({entry.style for entry in plan.entries}):
+        style = ALL_PARALLEL_STYLES[name]
+        if not isinstance(style, (*known, HeadParams)) and type(style).shard_param not in keeps:
+            found.append(f"shapes: parameters with the style {name!r} are shown whole")
+    return tuple(found)
 
 
 def _on_meta(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +201,8 @@ def layout_of(
         dim = style.packed_dim(tensor.ndim)
         sizes = None if dim is None else style.part_sizes(shape[dim])
         if dim is not None and sizes is not None:
-            return packed(shape, dim, num_ranks, sizes)
+            stacked = aligned(shape, dim, num_ranks, sizes, tensor.element_size())
+            return stacked or packed(shape, dim, num_ranks, sizes)
     elif isinstance(style, ColwiseParallel):
         dim = out_dim(part, tensor)
     elif isinstance(style, RowwiseParallel):
@@ -201,7 +218,10 @@ def layout_of(
         dim = next((d for d, extent in enumerate(shape) if extent == size), 0)
     if dim is None:
         return whole(shape)
-    return even(shape, dim, num_ranks) if found is None else found.layout(shape, dim)
+    if found is not None:
+        return found.layout(shape, dim)
+    stacked = aligned(shape, dim, num_ranks, (shape[dim],), tensor.element_size())
+    return stacked or even(shape, dim, num_ranks)
 
 
 _EXPERTS = ("experts", "local_experts")

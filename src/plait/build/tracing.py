@@ -70,12 +70,7 @@ def _root(output: Any) -> Tensor | None:
 
 
 class _Pending:
-    """A collective whose backward may not be reached.
-
-    Attributes:
-        modules: Modules that cause it.
-        outputs: What comes out of them; None: not known.
-    """
+    """A collective, the modules that cause it, and the graph's nodes of what comes out of them."""
 
     def __init__(self, phase: Literal["forward", "backward"], kind: str, size: int, what: str):
         self.phase, self.kind, self.size, self.what = phase, kind, size, what
@@ -118,6 +113,9 @@ class _Trace:
                     part.__dict__["forward"] = forward
                 handles.append(part.register_forward_pre_hook(self._before(name), with_kwargs=True))
                 handles.append(part.register_forward_hook(self._after(name, style)))
+            for name in self.plan.attention:
+                hook = _refuse_bias_by_head(self.plan, name)
+                handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
             yield
         finally:
             for handle in handles:
@@ -142,7 +140,7 @@ class _Trace:
                 what = f"statistics of {rows:,} rows"
                 self._add("forward", "all_reduce", size, what, name, output)
                 if records:
-                    self._add("backward", "all_reduce", size, f"{what}, gradient", name, output)
+                    self._add("backward", "all_reduce", size, f"gradient of {what}", name, output)
             return output
 
         return forward
@@ -213,10 +211,10 @@ class _Trace:
             if param is None or found is None or not found.is_shared:
                 continue
             size = _bytes(param) // found.size * shared_size(found)
-            what = f"rows of {key} that ranks share"
+            what = f"shared rows of {key}"
             self._add("forward", "all_gather", size, what, name, output)
             if param.requires_grad:
-                self._add("backward", "reduce_scatter", size, f"{what}, gradient", name, output)
+                self._add("backward", "reduce_scatter", size, f"gradient of {what}", name, output)
 
     def _add(
         self,
@@ -247,6 +245,20 @@ class _Trace:
             if names:
                 found.append(Call(tuple(names), call.phase, call.kind, call.size, call.what))
         return tuple(found)
+
+
+def _refuse_bias_by_head(plan: Plan, name: str) -> Callable[..., None]:
+    """Where a rank takes its rows of a bias by head, how the gradient comes back is not known."""
+    num_heads = plan.attention[name].heads.num_heads
+    split = any(entry.style == "head_embedding" for entry in plan.entries)
+
+    def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+        for x in (*args[1:], *kwargs.values()):
+            by_head = isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] == num_heads > 1
+            if by_head and x.requires_grad and not split:
+                raise RuntimeError(f"{name} takes a trained bias with a row for every head")
+
+    return hook
 
 
 def shared_size(cut: Cut) -> int:

@@ -11,7 +11,7 @@ from plait.plan.explain import Block, Explanation, Row
 
 def show(found: Explanation) -> None:
     """Prints everything."""
-    console = Console(highlight=False, width=shutil.get_terminal_size((150, 24)).columns)
+    console = Console(highlight=False, width=shutil.get_terminal_size((120, 24)).columns)
     console.print(
         f"{found.model} in {found.dtype}: {text.size(found.bytes)} of parameters. Over "
         f"{found.num_ranks} ranks, each holds {text.held(found)}."
@@ -41,7 +41,7 @@ def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 def _split(found: Explanation) -> Table:
     table = _table(
-        "module", "class", "style", "rule of", "whole -> on a rank", "bytes -> on a rank"
+        "module, shape -> shape on a rank", "class", "style", "rule of", "bytes, on a rank"
     )
     for row in found.split:
         part = row.part
@@ -49,14 +49,16 @@ def _split(found: Explanation) -> Table:
         # A weight and its bias are cut alike; the weight says how.
         shown = [p for p in params if len(p.shape) > 1] or params
         tied = next((p.tied for p in params if p.tied), "")
+        lines = [f"  {text.shape(p.shape)} -> {text.shapes(p)}" for p in shown]
+        if tied:
+            lines.append(f"  is {tied}")
         total, local = part.bytes * row.count, [b * row.count for b in part.local_bytes]
         table.add_row(
-            _name(row),
+            "\n".join([_name(row), *lines]),
             part.module,
             text.style(part),
             part.origin,
-            "\n".join(f"{text.shape(p.shape)} -> {text.shapes(p)}" for p in shown),
-            f"tied to {tied}" if tied else f"{text.size(total)} -> {text.sizes(local)}",
+            "tied" if tied else f"{text.size(total)}\n{text.sizes(local)}",
         )
     return table
 
@@ -120,7 +122,7 @@ def _collectives(found: Explanation, console: Console) -> None:
         for reason in found.not_predicted:
             console.print(f"not predicted: {reason}", markup=False)
         return
-    table = _table("where", "", "collective", "bytes", "what", "module", right=("bytes",))
+    table = _table("where", "", "collective", "bytes", "what", right=("bytes",))
     for block in found.blocks:
         for number, cells in enumerate(_calls(block)):
             table.add_row("" if number else _title(block), *cells)
@@ -136,7 +138,11 @@ def _title(block: Block) -> str:
 def _calls(block: Block) -> list[tuple[str, ...]]:
     ordered = [c for phase in ("forward", "backward") for c in block.calls if c.phase == phase]
     return [
-        (c.phase, text.NAMES.get(c.collective, c.collective), text.size(c.bytes), c.what,
-         text.causes(c))
+        (
+            c.phase,
+            text.NAMES.get(c.collective, c.collective),
+            text.size(c.bytes),
+            f"{text.causes(c)}: {c.what}",
+        )
         for c in ordered
-    ]  # fmt: skip
+    ]

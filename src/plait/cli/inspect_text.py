@@ -116,9 +116,13 @@ def head_notes(attention: Attention) -> list[str]:
 
 
 def causes(call: Call) -> str:
-    """The modules that cause a collective, by their last names."""
-    last = dict.fromkeys(".".join(_after_layer(name)) for name in call.modules)
-    return ", ".join(last)
+    """The modules that cause a collective, siblings by their last names."""
+    words, above = [], None
+    for name in call.modules:
+        parent, _, last = ".".join(_after_layer(name)).rpartition(".")
+        words.append(last if parent == above or not parent else f"{parent}.{last}")
+        above = parent
+    return ", ".join(dict.fromkeys(words))
 
 
 def _after_layer(name: str) -> list[str]:
