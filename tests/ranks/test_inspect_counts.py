@@ -61,8 +61,14 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **MOE, num_hidden_layers=2, num_key_value_heads=3, num_local_experts=4
     ),
+    "bert": lambda: transformers.BertConfig(
+        **SMALL, num_hidden_layers=2, num_attention_heads=6, is_decoder=True
+    ),
     "gpt-neox, parallel blocks": lambda: transformers.GPTNeoXConfig(
         **SMALL, num_hidden_layers=2, num_attention_heads=6
+    ),
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=97, hidden_size=48, state_size=4, num_hidden_layers=2
     ),
     "t5": lambda: transformers.T5Config(
         vocab_size=97,
