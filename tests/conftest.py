@@ -2,9 +2,13 @@
 
 import os
 
+from hypothesis import settings
+
 from plait.testing import typecheck
 
 pytest_plugins = ["pytester"]  # for the tests of plait's own pytest plugin
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the suite needs the network
+settings.register_profile("plait", deadline=None)  # a busy machine is no bug
+settings.load_profile("plait")
 typecheck.install()
