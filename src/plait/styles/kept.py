@@ -18,7 +18,13 @@ _KEPT: ContextVar[_Kept | None] = ContextVar("plait_kept", default=None)
 
 @contextmanager
 def parameters_unchanged() -> Iterator[None]:
-    """In here no parameter changes, on any rank; what is kept is dropped at the end."""
+    """In here no parameter changes, on any rank; what is kept is dropped at the end.
+
+    Inside of another one, as for an assistant of `generate()`, it does nothing.
+    """
+    if _KEPT.get() is not None:
+        yield
+        return
     token = _KEPT.set({})
     try:
         yield
