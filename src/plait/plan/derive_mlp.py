@@ -48,14 +48,20 @@ def experts(tree: Tree, found: Found) -> None:
         if set(own) - {"gate_up_proj", "down_proj", *separate}:
             found.reasons[name] = "experts with biases or scales of their own"
         elif up[1:] == (2 * down[2], down[1]):
-            _stacked(name, {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}, found)
+            _stacked(tree, name, {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}, found)
         elif up[1:] == (down[2], 2 * down[1]):
-            _stacked(name, {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}, found)
+            _stacked(tree, name, {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"}, found)
         elif separate and all(shape[1:] == (down[2], down[1]) for shape in separate.values()):
-            _stacked(name, dict.fromkeys(separate, "colwise") | {"down_proj": "rowwise"}, found)
+            _stacked(
+                tree, name, dict.fromkeys(separate, "colwise") | {"down_proj": "rowwise"}, found
+            )
 
 
-def _stacked(name: str, params: dict[str, str], found: Found) -> None:
+def _stacked(tree: Tree, name: str, params: dict[str, str], found: Found) -> None:
+    norms = [child for child in tree.children.get(name, ()) if "norm" in last(child).lower()]
+    if norms:  # on what each expert gives, before the ranks' terms are summed
+        found.reasons[name] = f"its experts end in a norm ({last(norms[0])})"
+        return
     found.styles |= {f"{name}.{param}": style for param, style in params.items()}
     found.styles[name] = "moe_tp_experts"
 
@@ -146,14 +152,17 @@ def _between(tree: Tree, name: str, width: int, claimed: set[str]) -> tuple[dict
     """Styles for what lies between the layers of an MLP, or why they cannot be split."""
     styles: dict[str, str] = {}
     outside = {layer.into for layer in tree.layers(name) if layer.name in claimed} - {width}
+    met = 0
     for child in tree.children.get(name, ()):
+        met += sum(layer == child or layer.startswith(f"{child}.") for layer in claimed)
         kind, own = tree.kind(child), tree.own_params.get(child, {})
         if child in claimed or kind in LINEAR or not tree.has_params(child):
             continue
         sizes = {shape[0] for shape in own.values() if shape}
         if "norm" in kind.lower():
-            # Where all widths are equal only the name can tell it from a norm before or after.
-            inner = bool(outside) or _INNER_NORM.search(last(child)) is not None
+            # It stands between the layers, or its name says that it does.
+            between = bool(outside) and 0 < met < len(claimed)
+            inner = between or _INNER_NORM.search(last(child)) is not None
             if width in sizes and width not in outside and inner:
                 styles[child] = "split_norm"
         elif _CONVOLUTION.search(kind) or "DWConv" in kind or "Depthwise" in kind:

@@ -17,6 +17,7 @@ from plait.hf.generation.decisions import RankZeroScores, SilentStreamer, decide
 from plait.hf.generation.head import HeadExchange, selection_of
 from plait.hf.generation.messages import digest, exchange, global_ranks, report_failure
 from plait.styles.kept import parameters_unchanged
+from plait.styles.params import LocalParams
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ def _generate_first(
             randomness.borrowed(states, device),
             _call(self, state, arguments),
             parameters_unchanged(),
+            LocalParams(self),  # a generate() of the model's own may use its bare parameters
         ):
             result = whole(self, **arguments)
     except BaseException as error:
