@@ -186,8 +186,12 @@ def _block(name: str, entries: list[Entry], names: ModelNames) -> _Block | None:
     widths = {roles.role(e.name, e.style): _entry_width(e, names) for e in entries}
     num_heads = _first(facts, roles.NUM_HEADS)
     head_dim = _first(facts, roles.HEAD_DIM)
-    v_dim = facts.get("v_head_dim") or head_dim
     out = widths.get("o")
+    own = names.facts.get(name, {})
+    own_heads = _first(own, roles.NUM_HEADS)
+    if own_heads and out and out % own_heads == 0 and _first(own, roles.HEAD_DIM) is None:
+        head_dim = out // own_heads  # a head size in the config may be that of other attention
+    v_dim = facts.get("v_head_dim") or head_dim
     if v_dim and out and out % v_dim == 0:
         num_heads = out // v_dim
     elif num_heads and out and out % num_heads == 0:
@@ -216,6 +220,9 @@ def _num_kv(
         width = widths.get(role)
         if width and size and width % size == 0:
             return width // size
+    both = widths.get("kv")
+    if both and qk_dim and v_dim and both % (qk_dim + v_dim) == 0:
+        return both // (qk_dim + v_dim)
     fused = widths.get("qkv")
     if fused and qk_dim and v_dim:
         rest = fused - num_heads * qk_dim
