@@ -16,7 +16,6 @@
 
 import logging
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,20 +102,10 @@ def parallelize(
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
     if check is None:
         check = getattr(config, "check_plan", True)
-    plan = _proven_plan(module, chosen, tp_mesh, check)
-    check_plan(module, plan, tp_mesh)
-    layouts = apply(module, plan, tp_mesh)
+    plan = _proven_plan(module, chosen, mesh, config, check)
+    _split(module, plan, mesh, config)
     if check is not False and plan.entries and not _ships(plan):
         progress.report(f"{type(module).__name__}: the plan derived from its structure\n{plan}")
-    module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
-    install_root(module)
-    module.__dict__["_tp_size"] = tp_mesh.size()
-    module.__dict__["_tp_plan"] = plan.rules
-    if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these
-        module.__dict__["tp_plan"] = plan.rules
-        module.__dict__["tp_size"] = tp_mesh.size()
-    if is_transformers_model(module):
-        adapt(module, module.__dict__[STATE])
     held = held_fraction(module)
     if plan.rules and held > 1 / tp_mesh.size() + _MOSTLY_WHOLE and environment.world().rank == 0:
         _log.warning(
@@ -128,20 +117,51 @@ def parallelize(
     return module
 
 
+def _split(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, config: ParallelismConfig | DistributedConfig
+) -> nn.Module:
+    """Steps 3 to 7 of the composition, the plan being known."""
+    tp_mesh = tp_axis(mesh)
+    check_plan(module, plan, tp_mesh)
+    layouts = apply(module, plan, tp_mesh)
+    module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
+    install_root(module)
+    module.__dict__["_tp_size"] = tp_mesh.size()
+    module.__dict__["_tp_plan"] = plan.rules
+    if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these
+        module.__dict__["tp_plan"] = plan.rules
+        module.__dict__["tp_size"] = tp_mesh.size()
+    if is_transformers_model(module):
+        adapt(module, module.__dict__[STATE])
+    return module
+
+
 def _ships(plan: Plan) -> bool:
     """Whether some rule of a plan is not derived."""
     return any(entry.origin in ("model", "user") for entry in plan.entries)
 
 
-def _proven_plan(module: nn.Module, tp_plan: TpPlan, tp_mesh: DeviceMesh, check: Check) -> Plan:
+def _proven_plan(
+    module: nn.Module,
+    tp_plan: TpPlan,
+    mesh: DeviceMesh,
+    config: ParallelismConfig | DistributedConfig,
+    check: Check,
+) -> Plan:
     """The plan to apply, its derived rules proven, or without them.
 
     Raises:
         PlanError: Derived rules are wrong, or cannot be proven, and there are no others.
     """
-    names = names_of(module)
+    names, tp_mesh = names_of(module), tp_axis(mesh)
     rules = rules_for(module, names, tp_plan)
-    split = partial(parallelize, tp_plan=tp_plan, device_mesh=tp_mesh, check=False)
+
+    def split(copied: nn.Module) -> nn.Module:
+        inside = names_of(copied)
+        # Rules that number layers mean those of the whole model; a copy has fewer.
+        same = rules if rules.is_general else rules_for(copied, inside, tp_plan)
+        return _split(copied, _plan(inside, same, tp_plan, tp_mesh.size()), mesh, config)
+
     wrong = why_unproven(module, rules, check, tp_mesh, split)
     if wrong and not rules.shipped:
         raise PlanError(

@@ -5,6 +5,7 @@ small copy; it can be proven as it is, with a batch of the user's. Results are k
 and in a file, by class, config, rules and versions.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -58,7 +59,8 @@ def why_unproven(
     use_file = check is True
     known = exchange(_VERDICTS.get(key, _read(key) if use_file else None), mesh)[0]
     if known is None:
-        known = _prove(module, check, mesh, split)
+        with _quiet(module):
+            known = _prove(module, check, mesh, split)
         if use_file and mesh.get_local_rank() == 0:
             _write(key, known)
     _VERDICTS[key] = known
@@ -114,6 +116,14 @@ def _heads_for(num_ranks: int, module: nn.Module) -> dict[str, int]:
     kv = int(getattr(text, "num_key_value_heads", 0) or heads)
     group = max(1, heads // kv)
     return {"heads": -(-num_ranks // group) * group, "kv_heads": -(-num_ranks // group)}
+
+
+def _quiet(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    if not is_transformers_model(module):
+        return contextlib.nullcontext()
+    from plait.hf import small
+
+    return small.quiet()
 
 
 def _double(module: nn.Module) -> nn.Module:

@@ -77,6 +77,11 @@ class Rules:
         return {**self.shipped, **self.derived}
 
     @property
+    def is_general(self) -> bool:
+        """Whether no derived rule names a single layer by its number."""
+        return not any(part.isdigit() for pattern in self.derived for part in pattern.split("."))
+
+    @property
     def reasons(self) -> list[str]:
         """What stays whole and why, for a message."""
         return [f"{pattern}: {why}" for pattern, why in list(self.whole.items())[:8]]

@@ -4,8 +4,11 @@ A small copy shows whether a plan is right for an architecture without the memor
 has all kinds of layers, the same ratios of heads and the same special cases in its code.
 """
 
+import contextlib
 import copy
+import warnings
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from plait.hf.small_batch import example_batch
 from plait.hf.small_sizes import Sizes, choose, shrink_tree
 from plait.run import seeds
 
-__all__ = ["example_batch", "small_config", "small_model"]
+__all__ = ["example_batch", "quiet", "small_config", "small_model"]
 
 
 def small_config(
@@ -46,6 +49,21 @@ def small_config(
     shrink_tree(small, sizes)
     small_special.mend(small, sizes)
     return small
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers does not comment on the odd config and inputs of a small copy."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def small_model(
