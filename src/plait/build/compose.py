@@ -73,8 +73,8 @@ def parallelize(
         With one process, or all sizes 1, it is returned as it came.
 
     Raises:
-        LayoutError: The sizes do not fit the processes, heads do not divide, or the module has been
-            split before. Nothing has been changed.
+        LayoutError: The sizes do not fit the processes, there are more ranks than heads, or the
+            module has been split before. Nothing has been changed.
         PlanError: The plan cannot be applied; every problem is listed. Or a derived plan is not
             right, or cannot be proven. Nothing has been changed.
 

@@ -69,7 +69,7 @@ def explain(
 
     Raises:
         PlanError: The plan cannot be applied.
-        LayoutError: Attention heads do not divide.
+        LayoutError: There are more ranks than heads, or heads do not fit their projections.
 
     Comm: none.
     """
