@@ -1,6 +1,6 @@
 """What the parts of an attention are called, in the names that models use."""
 
-from plait.plan import derive_names as known
+from plait.plan import words as known
 
 FUSED = {
     "colwise_qkv": "qkv",

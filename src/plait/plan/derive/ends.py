@@ -1,7 +1,7 @@
 """Embeddings and output heads of a model that ships no plan."""
 
-from plait.plan import derive_names as known
-from plait.plan.derive_tree import Found, Layer, Tree, last, parent
+from plait.plan import words as known
+from plait.plan.derive.tree import Found, Layer, Tree, last, parent
 
 _MANY_ROWS = 1000
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from plait.plan import derive_names as known
-from plait.plan.derive_attention import attention
-from plait.plan.derive_ends import ends
-from plait.plan.derive_mlp import experts, mixers, mlps, receptance
-from plait.plan.derive_tree import LINEAR, Found, Tree, parent
+from plait.plan import words as known
+from plait.plan.derive.attention import attention
+from plait.plan.derive.ends import ends
+from plait.plan.derive.mlp import experts, mixers, mlps, receptance
+from plait.plan.derive.tree import LINEAR, Found, Tree, parent
 from plait.plan.names import ModelNames
 from plait.plan.rules import LAYER_NUMBER, generalize
 

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Collection
 
-from plait.plan import derive_names as known
-from plait.plan.derive_tree import LINEAR, Tree, last
+from plait.plan import words as known
+from plait.plan.derive.tree import LINEAR, Tree, last
 
 _ON_HEADS = re.compile(r"(^|_)(q|k|v|query|key|value|qk)(_|$)|ln_[qkv]$|norm_[qkv]$")
 _ON_OUTPUT = re.compile(r"sub_?norm|inner_attn_ln|sub_?ln|subln")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from plait.plan import derive_names as known
-from plait.plan.derive_heads import Block, find_heads, layout_of
-from plait.plan.derive_inside import inside
-from plait.plan.derive_tree import Found, Layer, Tree, last, parent
+from plait.plan import words as known
+from plait.plan.derive.heads import Block, find_heads, layout_of
+from plait.plan.derive.inside import inside
+from plait.plan.derive.tree import Found, Layer, Tree, last, parent
 from plait.plan.roles import HEAD_DIM, NUM_HEADS
 
 _FUSED_STYLES = {

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.plan import derive_names as known
-from plait.plan.derive_tree import Layer, Tree
+from plait.plan import words as known
+from plait.plan.derive.tree import Layer, Tree
 from plait.plan.roles import HEAD_DIM, NUM_HEADS
 
 

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from plait.plan import derive_names as known
-from plait.plan.derive_tree import LINEAR, Found, Layer, Tree, last
+from plait.plan import words as known
+from plait.plan.derive.tree import LINEAR, Found, Layer, Tree, last
 
 _CONVOLUTION = re.compile(r"Conv\d?d|Conv$")
 
