@@ -7,7 +7,8 @@ from torch import nn
 
 from plait.build.names import names_of
 from plait.plan import ModelNames
-from plait.plan.derive import Derived, _patterns, derive
+from plait.plan.derive import Derived, derive
+from plait.plan.derive.structure import _patterns
 from plait.plan.rules import generalize, matches
 
 HEADS, KV, DIM, HIDDEN, WIDTH, VOCAB = 6, 3, 4, 24, 48, 96
