@@ -112,10 +112,33 @@ def _blocks(plan: Plan, names: ModelNames) -> Iterator[_Block]:
         found = _block_of(entry, blocks) if entry.style in roles.HEAD_STYLES else None
         if found is not None:
             blocks[found].append(entry)
+    unknown = []
     for name, entries in blocks.items():
-        block = _block(name, _of_heads(name, entries, names), names)
+        mine = _of_heads(name, entries, names)
+        block = _block(name, mine, names)
         if block is not None:
             yield block
+        elif _is_whole_attention(mine):
+            unknown.append(generalize(name))
+    if unknown:
+        raise LayoutError(
+            f"The attention of {names.model}:",
+            [
+                f"{name!r} is split, and nothing tells how many heads it has"
+                for name in dict.fromkeys(unknown)
+            ],
+            [
+                "set num_heads or head_dim on the module, before it is split",
+                "the style 'replicate' for the attention's projections",
+            ],
+        )
+
+
+def _is_whole_attention(entries: list[Entry]) -> bool:
+    """Whether entries are those of queries, keys, values and the output, and no lone layer."""
+    found = {roles.role(e.name, e.style) for e in entries if e.style != "split_norm"}
+    both = {"k", "v"} <= found or bool(found & {"kv", "kv_b"})
+    return "o" in found and ("qkv" in found or ("q" in found and both))
 
 
 def _of_heads(name: str, entries: list[Entry], names: ModelNames) -> list[Entry]:

@@ -222,6 +222,7 @@ HEAD_PARTS = re.compile(r"PredictionHead|LMHead|GeneratorPredictions|HeadTransfo
 HEADS = _words(
     """
     lm_head lm_heads embed_out decoder head output generator_lm_head lm_loss proj_out
-    output_projection proj unembed to_logits logits codebooks_head audio_lm_head vocab_projector final_proj
+    output_projection proj unembed to_logits logits codebooks_head audio_lm_head
+    vocab_projector final_proj
     """
 )

@@ -180,7 +180,7 @@ def _between(tree: Tree, name: str, width: int, claimed: set[str]) -> tuple[dict
 def _adapters(tree: Tree, name: str, up: Layer, style: str, found: Found) -> None:
     """Low-rank adapters whose result is added to that of the widening layer (Zamba2)."""
     for below in tree.below(name):
-        if "adapter" not in below:
+        if "adapter" not in below or up.width == up.into:  # of equal widths, its place is not known
             continue
         layer = tree.layer(below)
         if layer and layer.name not in found.seen and layer.width == up.width:
