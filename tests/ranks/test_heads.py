@@ -17,7 +17,7 @@ from plait.plan.heads import head_map
 from plait.state import state_of
 from plait.styles import attention as styles_attention
 from plait.styles import heads as styles_heads
-from plait.styles import mla, statistics
+from plait.styles import mla, whole_statistics
 from plait.testing import mutation, parity
 from tests.ranks.head_models import CASES, FUSED, OTHERS, SEPARATE, batch, model, pair
 
@@ -190,7 +190,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     ),
     "a norm over all heads sees those of its rank only": (
         "olmo2",
-        statistics,
+        whole_statistics,
         "sum_from",
         lambda x, mesh: x * mesh.size(),
     ),

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 import plait
+from plait.errors import PlanError
 from plait.run import seeds
 from plait.styles import containers
 from plait.styles.code import mentioned, reads
@@ -95,3 +96,38 @@ def test_experts_whose_weights_the_module_above_reads(kind: str) -> None:
     assert len(found.grads) > 5
     state = plait.full_state_dict(split)
     assert all(torch.equal(state[name], x) for name, x in whole.state_dict().items())
+
+
+class WholeTable(nn.Module):
+    """Uses the table of its embedding in ways of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed: Any = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.embed.weight
+        above = (weight > 0).double() - (-weight) / len(weight)
+        rows = torch.stack([row * 2 for row in weight])
+        data = self.embed.weight.data[3]
+        return torch.cat([weight, self.embed(x), above, rows]) + data
+
+
+class Writes(WholeTable):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.embed
+        table.weight.data[0] = 0
+        return torch.as_tensor(table(x))
+
+
+@pytest.mark.ranks(2)
+def test_a_table_that_is_used_whole() -> None:
+    whole = add_noise(WholeTable().double())
+    split = copy.deepcopy(whole)
+    plait.parallelize(split, tp_plan={"embed": "embedding_rowwise"}, check=False)
+    x = torch.arange(3)
+    torch.testing.assert_close(split(x), whole(x))
+    split = plait.parallelize(Writes(), tp_plan={"embed": "embedding_rowwise"}, check=False)
+    with pytest.raises(PlanError, match="split over the vocabulary"):
+        split(x)

@@ -37,7 +37,8 @@ class Statistics(TorchFunctionMode):
         x = args[0] if args else kwargs.get("input")
         if times and isinstance(x, Tensor) and self._concerns(x, args, kwargs):
             dtype = kwargs.get("dtype") if func in _MEANS else None
-            dtype = dtype or (torch.float32 if func in _NORMS and x.dtype in _HALF else x.dtype)
+            dtype = dtype or x.dtype
+            dtype = torch.float32 if dtype in _HALF else dtype
             rows = x.numel() // x.shape[-1]
             self.found += [(rows, rows * dtype.itemsize, x.requires_grad)] * times
         return func(*args, **kwargs)

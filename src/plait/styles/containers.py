@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from plait.styles.code import mentioned, reads
+from plait.styles.code import kind_of, mentioned, reads
 from plait.styles.embedding import EmbeddingParallel
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.params import GradMode, LocalParams
@@ -58,7 +58,7 @@ def _tables_read(
 ) -> list[nn.Module]:
     """Embeddings split over the vocabulary whose weight the module's own code reads."""
     found = []
-    for below in reads(_kind(module)):
+    for below in reads(kind_of(module)):
         style = styled.get(f"{name}.{below}" if name else below)
         if isinstance(style, EmbeddingParallel) and style.shard_dim == 0:
             found.append(module.get_submodule(below))
@@ -72,19 +72,15 @@ def _read_from_outside(module: nn.Module) -> list[nn.Module]:
     another method than `forward` is called: their parameters have to be plain tensors in the module
     above them.
     """
-    names = mentioned(_kind(module))
+    names = mentioned(kind_of(module))
     found = []
     for child in module.children():
         below = [child, *child.children()]
         found += [part for part in below if names & set(part._parameters)]
-        outside = mentioned(_kind(child), only=names - {"forward"}) & set(child._parameters)
+        outside = mentioned(kind_of(child), only=names - {"forward"}) & set(child._parameters)
         if isinstance(child, _LISTS) or (outside and child not in found):
             found.append(child)
     return [part for part in found if any(p is not None for p in part._parameters.values())]
-
-
-def _kind(module: nn.Module) -> Any:
-    return type(module)  # hashable, which its stub denies
 
 
 def _grads(part: nn.Module) -> Mapping[str, GradMode] | None:

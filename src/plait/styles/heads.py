@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plait.comm import gather_copy
 from plait.errors import PlanError
@@ -151,6 +151,36 @@ class RankCut:
         copied = RankCut(self.cut, self.mesh)
         copied.dims = dict(self.dims)
         return copied
+
+
+def own_features(x: DTensor, cut: RankCut | None) -> torch.Tensor:
+    """The features of an input that a rank's rows of a weight meet.
+
+    Args:
+        x: The input, in any placement.
+        cut: Where the features are cut, or None: evenly.
+
+    Raises:
+        PlanError: `x` is split in another way than the weight.
+    """
+    last = Shard(x.ndim - 1)
+    if cut is None or (cut.cut.is_even and cut.real is None):
+        return x.redistribute(placements=[last]).to_local()
+    own = cut.cut.owned[cut.mesh.get_local_rank()]
+    if x.placements[0] != last:
+        whole: DTensor = x.redistribute(placements=[Replicate()])
+        return rearranged(whole.to_local(grad_placements=[Partial()]), -1, own)
+    found = x.to_local()
+    if cut.real is not None and found.shape[-1] == cut.seen_size:
+        return rearranged(found, -1, cut.real)
+    if found.shape[-1] != length(own):
+        raise PlanError(
+            "A rowwise layer whose input is a DTensor:",
+            f"this rank has {found.shape[-1]} features of it, and rows of {length(own)}: the "
+            "weight is cut on the borders of heads",
+            ["hand it on whole: placements=[Replicate()]", "hand on the local tensor"],
+        )
+    return found
 
 
 def _elementary(pieces: Pieces, borders: list[int]) -> list[tuple[int, int]]:

@@ -40,7 +40,7 @@ from plait.styles.activations import (
     leave_split_features,
     to_replicate,
 )
-from plait.styles.heads import cut_layout, cut_of, place_features, rearranged
+from plait.styles.heads import cut_layout, cut_of, own_features, place_features, rearranged
 from plait.styles.layer import (
     Args,
     Kwargs,
@@ -225,9 +225,9 @@ class RowwiseParallel(TensorParallelLayer):
     ) -> tuple[Args, Kwargs]:
         """Bring this rank's slice of the input features."""
         x, put = first_input(module, args, kwargs)
-        if isinstance(x, DTensor):
-            return put(x.redistribute(placements=[Shard(x.ndim - 1)]).to_local())
         cut = cut_of(module)
+        if isinstance(x, DTensor):
+            return put(own_features(x, cut))
         if isinstance(self.input_layouts, Replicate):
             return put(split_to(x, mesh, dim=-1))
         if cut is not None and cut.real is not None:

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from plait.comm import all_gather, all_reduce_, copy_to, gather_from, local, split_to, sum_from
 from plait.styles.activations import to_replicate, uneven_sizes
-from plait.styles.heads import cut_of, rearranged
+from plait.styles.heads import cut_of, own_features, rearranged
 from plait.styles.layer import border_of
 from plait.styles.linear_kinds import features, is_conv1d
 from plait.styles.params import needed_param
@@ -26,9 +26,11 @@ def colwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
     """Any plain linear layer: whole input, the output features of this rank's heads."""
     weight, bias = _weight_and_bias(module)
     cut = cut_of(module)
-    output = _product(module, _whole(module, input), needed_param(module, "weight", local(weight)))
-    if bias is not None:
-        output = output + needed_param(module, "bias", local(bias))
+    x, needed = _whole(module, input), needed_param(module, "weight", local(weight))
+    if bias is None:
+        output = _product(module, x, needed)
+    else:  # in one function: autocast gives both the same dtype
+        output = _sum(module, x, needed, needed_param(module, "bias", local(bias)))
     if cut is None or cut.places is None:
         return output
     return rearranged(output, -1, cut.places)
@@ -53,7 +55,7 @@ def rowwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
     weight, bias = _weight_and_bias(module)
     mesh = border_of(module).mesh
     if isinstance(input, DTensor):
-        input = input.redistribute(placements=[Shard(input.ndim - 1)]).to_local()
+        input = own_features(input, cut_of(module))
     output = _product(module, input, local(weight))
     if torch.is_grad_enabled():
         output = sum_from(output, mesh, fresh=True)
@@ -91,3 +93,12 @@ def _whole(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
 
 def _product(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x @ weight if is_conv1d(module) else F.linear(x, weight)
+
+
+def _sum(
+    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    if not is_conv1d(module):
+        return F.linear(x, weight, bias)
+    flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    return flat.view(*x.shape[:-1], weight.shape[-1])

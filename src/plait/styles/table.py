@@ -5,14 +5,17 @@ or compare with it. What they read here is a view: rows are looked up on the ran
 and summed, everything else gathers the table first.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from plait.comm import gather_from, local, sum_from
+from plait.errors import PlanError
 from plait.plan.intervals import even
 
 
@@ -35,9 +38,39 @@ class TableView:
     def __getattr__(self, name: str) -> Any:
         if name in ("param", "mesh"):
             raise AttributeError(name)
+        if name == "data":
+            detached: Any = self.param.detach()
+            return TableView(detached, self.mesh)
+        if name.endswith("_") and not name.startswith("_"):
+            self._refuse(name)
         if name in _OF_THE_PARAMETER:
             return getattr(self.param, name)
         return getattr(self.whole(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("param", "mesh"):
+            self._refuse(name)
+        object.__setattr__(self, name, value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse("[…] = …")
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise PlanError(
+            f"'{name}' of an embedding's weight, inside a forward:",
+            "the table is split over the vocabulary; what is written here would reach no rank's "
+            "part",
+            ["write to it outside the forward", "the style 'replicate' for the embedding"],
+        )
+
+    def __len__(self) -> int:
+        return int(self.param.shape[0])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.whole())
+
+    def __neg__(self) -> torch.Tensor:
+        return -self.whole()
 
     def whole(self) -> torch.Tensor:
         """The table, whole on every rank."""
@@ -71,9 +104,17 @@ class TableView:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs a torch function on the whole table."""
-        plain = [x.whole() if isinstance(x, TableView) else x for x in args]
-        named = {k: x.whole() if isinstance(x, TableView) else x for k, x in (kwargs or {}).items()}
-        return func(*plain, **named)
+        known: dict[int, torch.Tensor] = {}
+
+        def plain(x: Any) -> Any:
+            if not isinstance(x, TableView):
+                return x
+            if id(x) not in known:
+                known[id(x)] = x.whole()
+            return known[id(x)]
+
+        args, kwargs = tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _OF_THE_PARAMETER = frozenset(
@@ -94,7 +135,9 @@ def _on_whole(name: str) -> Any:
     return operator
 
 
-for _name in ("mul", "rmul", "matmul", "rmatmul", "add", "radd", "sub", "rsub", "truediv", "eq"):
+_ARITHMETIC = ("mul", "rmul", "matmul", "rmatmul", "add", "radd", "sub", "rsub", "truediv")
+_OTHERS = ("rtruediv", "pow", "eq", "ne", "lt", "le", "gt", "ge")
+for _name in _ARITHMETIC + _OTHERS:
     setattr(TableView, f"__{_name}__", _on_whole(f"__{_name}__"))
 setattr(TableView, "__hash__", object.__hash__)  # noqa: B010
 
