@@ -24,9 +24,9 @@ from plait import mesh as meshes
 from plait.build.apply import apply
 from plait.build.checks import check as check_plan
 from plait.build.names import names_of
-from plait.build.proven import Check, why_unproven
+from plait.build.proven import Check, Verdict, verdict_on
 from plait.build.root import install_root
-from plait.build.rules import DerivedPlan, Rules, TpPlan, rules_for
+from plait.build.rules import Rules, TpPlan, rules_for, user_rules
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.layout import DistributedConfig, ParallelismConfig
@@ -155,24 +155,28 @@ def _proven_plan(
     """
     names, tp_mesh = names_of(module), tp_axis(mesh)
     rules = rules_for(module, names, tp_plan)
+    # Rules of the user's are no part of the proof: a wrong one is not a mistake of the derived.
+    base: TpPlan = tp_plan if user_rules(tp_plan) is None else "auto"
+    left_out: set[str] = set()
+    reason = "the proof does not reach it"
 
     def split(copied: nn.Module) -> nn.Module:
-        inside = names_of(copied)
-        # Rules that number layers mean those of the whole model; a copy has fewer.
-        same = rules if rules.is_general else rules_for(copied, inside, tp_plan)
-        return _split(copied, _plan(inside, same, tp_plan, tp_mesh.size()), mesh, config)
+        inside, same = names_of(copied), rules
+        if not rules.is_general:  # they number the layers of the whole model; a copy has fewer
+            same = rules_for(copied, inside, base).without(left_out, reason)
+        return _split(copied, _plan(inside, same, None, tp_mesh.size()), mesh, config)
 
-    wrong = why_unproven(module, rules, check, tp_mesh, split)
+    verdict = verdict_on(module, rules, check, tp_mesh, split)
+    while check is True and verdict.unreached and not verdict.wrong:
+        left_out |= set(verdict.unreached)
+        rules = rules.without(left_out, reason)
+        if environment.world().rank == 0:
+            shown = ", ".join(verdict.unreached)
+            _log.info("%s: the proof does not reach %s: left whole", names.model, shown)
+        verdict = verdict_on(module, rules, check, tp_mesh, split)
+    wrong = verdict.in_words(names.model, check)
     if wrong and not rules.shipped:
-        raise PlanError(
-            f"The plan derived for {names.model} over {tp_mesh.size()} ranks:",
-            wrong,
-            [
-                "tp_plan={…} with rules of your own; plait check shows where it differs",
-                "check=batch: prove it on the module itself" if check is True else "another batch",
-                "check=False: use it as it is",
-            ],
-        )
+        raise _refusal(names, tp_mesh.size(), verdict, wrong, check)
     if wrong:
         if environment.world().rank == 0:
             _log.warning(
@@ -182,6 +186,18 @@ def _proven_plan(
             )
         rules = Rules(rules.shipped)
     return _plan(names, rules, tp_plan, tp_mesh.size())
+
+
+def _refusal(
+    names: ModelNames, num_ranks: int, verdict: Verdict, wrong: str, check: Check
+) -> PlanError:
+    ways = ["tp_plan={…} with rules of your own; plait check shows where it differs"]
+    if check is True:
+        ways.append("check=batch: prove it on the module itself")
+    else:
+        ways.append("a batch that reaches them too" if verdict.unreached else "another batch")
+    ways.append("check=False: use it as it is")
+    return PlanError(f"The plan derived for {names.model} over {num_ranks} ranks:", wrong, ways)
 
 
 def is_split(part: nn.Module) -> bool:
@@ -233,7 +249,7 @@ def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> P
 
 
 def _plan(names: ModelNames, rules: Rules, tp_plan: TpPlan, num_ranks: int) -> Plan:
-    user = None if tp_plan is None or isinstance(tp_plan, str | DerivedPlan) else tp_plan
+    user = user_rules(tp_plan)
     plan = resolve(names, rules.merged, user, list(ALL_PARALLEL_STYLES), derived=rules.derived)
     if user is None and not plan.entries:
         raise PlanError(

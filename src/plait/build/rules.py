@@ -1,6 +1,6 @@
 """Which rules a module is split by: those it ships, those found from its structure, the user's."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from plait.build.names import names_of
 from plait.errors import PlanError
 from plait.plan import ModelNames, PlanRules
 from plait.plan.derive import derive
+from plait.plan.rules import generalize
 
 TpPlan = Mapping[str, str] | Literal["auto", "model"] | None
 
@@ -17,8 +18,8 @@ TpPlan = Mapping[str, str] | Literal["auto", "model"] | None
 class DerivedPlan(PlanRules):
     """Rules found from a module's structure, an ordinary `dict[str, str]`.
 
-    Handed to `parallelize` as it is, it is proven before it is used; a copy of it as a plain dict,
-    or one that was changed, counts as rules of the user's.
+    Handed to `parallelize` as it is, it is proven before it is used; a copy of it as a plain dict
+    (`plan | {…}` is one), or one that was changed, counts as rules of the user's.
 
     Attributes:
         whole: Pattern → why this part stays whole on every rank.
@@ -27,6 +28,12 @@ class DerivedPlan(PlanRules):
     def __init__(self, rules: Mapping[str, str], whole: Mapping[str, str]) -> None:
         super().__init__(rules)
         self.whole = dict(whole)
+        self._found = dict(rules)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its rules are not those any more that were found."""
+        return dict(self) != self._found
 
     def __str__(self) -> str:
         parts = [super().__str__()]
@@ -65,11 +72,13 @@ class Rules:
         shipped: Pattern → style, as the module ships them.
         derived: Pattern → style that the module's structure gives and that is not shipped alike.
         whole: Pattern → why this part stays whole.
+        is_own: Whether `derived` is what is found for this very module, with nothing left out.
     """
 
     shipped: Mapping[str, str]
     derived: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    is_own: bool = False
 
     @property
     def merged(self) -> dict[str, str]:
@@ -80,6 +89,25 @@ class Rules:
     def is_general(self) -> bool:
         """Whether no derived rule names a single layer by its number."""
         return not any(part.isdigit() for pattern in self.derived for part in pattern.split("."))
+
+    def without(self, patterns: Collection[str], why: str) -> "Rules":
+        """These rules without some derived ones, and without the rest of the parts they are of.
+
+        Args:
+            patterns: Patterns with `*` for every number. What lies beside one of them in the same
+                module below the root goes with it: half an attention is worse than none.
+            why: Why these parts stay whole.
+        """
+        parts = {pattern.rpartition(".")[0] for pattern in patterns} - {""}
+        gone = {
+            pattern
+            for pattern in self.derived
+            if generalize(pattern) in patterns or generalize(pattern).rpartition(".")[0] in parts
+        }
+        if not gone:
+            return self
+        kept = {pattern: style for pattern, style in self.derived.items() if pattern not in gone}
+        return Rules(self.shipped, kept, {**self.whole, **dict.fromkeys(sorted(gone), why)})
 
     @property
     def reasons(self) -> list[str]:
@@ -114,12 +142,20 @@ def rules_for(module: nn.Module, names: ModelNames, tp_plan: TpPlan) -> Rules:
                 ["tp_plan='auto': a plan is derived from the model's structure", "rules of yours"],
             )
         return Rules(shipped)
-    if isinstance(tp_plan, DerivedPlan):
-        return Rules({}, tp_plan, tp_plan.whole)
-    if not shipped and tp_plan is not None and tp_plan != "auto":
+    user = user_rules(tp_plan)
+    if not shipped and user is not None:
         return Rules(shipped)  # a module without a plan: the user's rules are the whole of it
     found = derive(names)
-    return Rules(shipped, _improvements(shipped, found.rules), found.whole)
+    if isinstance(tp_plan, DerivedPlan) and user is None:
+        return Rules({}, dict(tp_plan), tp_plan.whole, is_own=tp_plan == found.rules)
+    return Rules(shipped, _improvements(shipped, found.rules), found.whole, is_own=True)
+
+
+def user_rules(tp_plan: TpPlan) -> Mapping[str, str] | None:
+    """The user's own rules in a `tp_plan`, or None where it holds none."""
+    if isinstance(tp_plan, DerivedPlan):
+        return dict(tp_plan) if tp_plan.is_changed else None
+    return None if tp_plan is None or isinstance(tp_plan, str) else tp_plan
 
 
 def _shipped(module: nn.Module) -> Mapping[str, str]:

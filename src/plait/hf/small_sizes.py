@@ -43,7 +43,7 @@ def choose(
     """The sizes for a config whose fields still have their original values."""
     asked_kv = kv_heads
     if heads is None or kv_heads is None:
-        ratio = _ratio(config)
+        ratio = ratio_of(config)
         if heads is None:
             kv = kv_heads if kv_heads is not None else (2 if 1 < ratio[0] < ratio[1] else None)
             heads = kv * min(8, ratio[1] // ratio[0]) if kv else 4
@@ -68,7 +68,7 @@ def shrink_tree(config: Any, sizes: Sizes) -> None:
         _shrink(fields, sizes)
 
 
-def _ratio(config: Any) -> tuple[int, int]:
+def ratio_of(config: Any) -> tuple[int, int]:
     """(key/value heads, query heads) of the part that has fewer of the former, else (1, 1)."""
     for part in parts(config):
         fields = vars(part)
@@ -195,12 +195,17 @@ def _kv_heads(old: MutableMapping[str, Any], name: str, sizes: Sizes) -> int:
         return sizes.heads
     if sizes.kv_heads is not None:
         return sizes.kv_heads
-    if value >= q:
-        return sizes.heads
-    if value == 1:
+    return nearest_kv(sizes.heads, q, value)
+
+
+def nearest_kv(heads: int, old_heads: int, old_kv: int) -> int:
+    """Key/value heads for so many query heads, in a ratio like the original's."""
+    if old_kv >= old_heads:
+        return heads
+    if old_kv == 1:
         return 1
-    fitting = [n for n in range(2, sizes.heads + 1) if sizes.heads % n == 0]
-    return min(fitting, key=lambda n: abs(sizes.heads / n - q / value))
+    fitting = [n for n in range(2, heads + 1) if heads % n == 0]
+    return min(fitting, key=lambda n: abs(heads / n - old_heads / old_kv))
 
 
 def _shrink_layers(

@@ -8,5 +8,6 @@ print(report)  # the first module that differs, and why
 
 from plait.proof.comparison import compare, prove
 from plait.proof.report import Report, Row
+from plait.proof.runs import attempt, jointly
 
-__all__ = ["Report", "Row", "compare", "prove"]
+__all__ = ["Report", "Row", "attempt", "compare", "jointly", "prove"]

@@ -14,14 +14,14 @@ from plait.plan.intervals import ParamLayout, Pieces
 from plait.proof import gradients, locate, runs
 from plait.proof.locate import Culprit, Scene
 from plait.proof.match import Match, relate
-from plait.proof.numbers import TOLERANCES, digest
+from plait.proof.numbers import PER_HEAD, TOLERANCES, digest
+from plait.proof.reach import not_reached
 from plait.proof.record import Key
 from plait.proof.report import Kind, Report, Row
 from plait.proof.runs import Failure, Run
 from plait.proof.tokens import compare_tokens
 from plait.state import full_state_dict, state_of
 
-_PER_HEAD = ("attentions", "decoder_attentions", "encoder_attentions", "cross_attentions")
 _NOTES = {
     "slice": "slice",
     "terms": "terms of a sum",
@@ -54,13 +54,14 @@ def prove(
         The same report on every rank.
 
     Raises:
-        PlanError: `split` refuses.
-        PlaitError: As `compare`.
+        Exception: `make` fails, or `split` refuses.
+        PlaitError: As `compare`, or one of the two fails on another rank.
 
     Comm: as `compare`.
     """
-    whole, other = make(), make()
-    return compare(whole, split(other), batch, mesh=mesh, tolerance=tolerance, generate=generate)
+    whole, other = runs.jointly(lambda: (make(), make()), mesh, "Making a model to compare:")
+    done = runs.jointly(lambda: split(other), mesh, f"Splitting {type(other).__name__}:")
+    return compare(whole, done, batch, mesh=mesh, tolerance=tolerance, generate=generate)
 
 
 def compare(
@@ -77,8 +78,8 @@ def compare(
     Compared are the weights; what every module gives; logits and loss; the gradient of every
     parameter and of what the embeddings give; whether ranks that hold the same parameter get the
     same gradient, bit by bit; and tokens generated greedily. Float64 models run under `exact`.
-    Where the output has no `loss`, a fixed random weighting of its first tensor serves. Gradients
-    that the models hold are cleared.
+    Where the output has no `loss`, a fixed random weighting of its tensors serves. Gradients that
+    the models hold are cleared.
 
     Args:
         whole: The model in one process, the same on every rank.
@@ -94,7 +95,8 @@ def compare(
         `generate` is part of it.
 
     Raises:
-        PlaitError: The whole model cannot run the batch, gives NaN, or is another on each rank.
+        PlaitError: The whole model cannot run the batch, gives NaN, or is another on each rank, and
+            then on all ranks; or the ranks did not meet.
 
     Comm:
         That of the split model, run up to three times; an all-gather for each split parameter,
@@ -103,7 +105,8 @@ def compare(
     dtype = next((p.dtype for p in whole.parameters() if p.is_floating_point()), torch.float32)
     limit = tolerance if tolerance is not None else TOLERANCES.get(dtype, 1e-1)
     pair = Pair(whole, split, batch, mesh, dtype, limit)
-    report = _compare(pair, generate)
+    asked = f"Comparing {type(whole).__name__} whole and split:"
+    report = runs.jointly(lambda: _compare(pair, generate), mesh, asked)
     return exchange(report, mesh)[0]
 
 
@@ -160,23 +163,34 @@ def _compare(pair: Pair, generate: bool) -> Report:
         tokens = compare_tokens(pair.whole, pair.split, pair.batch, pair.mesh)
         rows += [tokens] if tokens is not None else []
         if tokens is not None and tokens.ok is False:
-            culprit = Culprit("", "it generates other tokens, though forward and backward agree")
+            does = f"generate() fails: {tokens.note}" if tokens.name == "error" else ""
+            does = does or "it generates other tokens, though forward and backward agree"
+            culprit = Culprit("", does)
     rows = _judged(rows, culprit is None)
     first, why = (None, "") if culprit is None else (culprit.module, culprit.why)
     name = str(pair.dtype).removeprefix("torch.")
-    return Report(tuple(rows), first, why, pair.mesh.size(), name)
+    state = state_of(pair.split)
+    rules = state.plan.rules if state is not None and culprit is None else ()
+    missed = not_reached(pair.whole, expected, rules)
+    return Report(tuple(rows), first, why, pair.mesh.size(), name, missed)
 
 
 def _run_whole(pair: Pair) -> Run:
-    run = runs.forward(pair.whole, pair.batch, pair.dtype, taps=False)
-    runs.refuse_whole(run, pair.whole)
-    runs.backward(run, pair.dtype)
-    runs.refuse_whole(run, pair.whole)
+    asked = f"Comparing {type(pair.whole).__name__} whole and split:"
+
+    def work() -> Run:
+        run = runs.forward(pair.whole, pair.batch, pair.dtype, taps=False)
+        runs.refuse_whole(run, pair.whole)
+        runs.backward(run, pair.dtype)
+        runs.refuse_whole(run, pair.whole)
+        return run
+
+    run = runs.jointly(work, pair.mesh, asked)
     seen = exchange({name: digest(x) for name, x in run.outputs.items()}, pair.mesh)
     other = sorted({n for rank in seen for n in seen[0] if rank.get(n) != seen[0][n]})
     if other:
         raise PlaitError(
-            f"Comparing {type(pair.whole).__name__} whole and split:",
+            asked,
             f"the whole model gives another {', '.join(other)} on each rank",
             ["make it with the same weights on every rank: set a seed first", "in eval mode"],
         )
@@ -255,7 +269,7 @@ def _final_rows(pair: Pair, matches: Mapping[Key, Match]) -> list[Row]:
             continue
         kind: Kind = "loss" if key.path == "loss" else "logits"
         ok = match.relation == "equal"
-        ok = ok or (match.relation == "slice" and key.path.partition("[")[0] in _PER_HEAD)
+        ok = ok or (match.relation == "slice" and key.path.partition("[")[0] in PER_HEAD)
         note = "" if match.relation == "different" else _NOTES.get(match.relation, "")
         rows.append(Row("", kind, key.path, match.relative, match.scale, pair.tolerance, ok, note))
     return rows

@@ -114,11 +114,12 @@ def _embedding_rows(pair: "Pair", expected: Run, got: Run) -> list[Row]:
         known = [gap for gap in seen if gap is not None]
         gap = max(known) if len(known) == len(seen) else None
         # It may be one term on each rank, before a layer that sums: then the parameters tell.
-        ok = gap is not None and gap <= pair.tolerance
-        scale = gap_and_scale(x, x)[1]
-        if ok:
-            note = f"the output of {name}"
-            rows.append(Row(name, "gradient", note, gap, scale, pair.tolerance))
+        same = gap is not None and gap <= pair.tolerance
+        scale, what = gap_and_scale(x, x)[1], f"the output of {name}"
+        if same:
+            rows.append(Row(name, "gradient", what, gap, scale, pair.tolerance))
+        else:
+            rows.append(Row(name, "gradient", what, ok=None, note="other layout"))
     return rows
 
 

@@ -6,6 +6,7 @@ would add 1e-7; [`exact`][plait.proof.numbers.exact] keeps them in float64.
 """
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,10 @@ for rounding (a key bias cannot move a softmax), and have no scale of their own.
 
 NOT_COMPARED = ("past_key_values", "cache_params", "encoder_past_key_values")
 """Outputs that hold a rank's own part of a cache."""
+
+
+PER_HEAD = ("attentions", "decoder_attentions", "encoder_attentions", "cross_attentions")
+"""Outputs with one part for each head."""
 
 
 @contextlib.contextmanager
@@ -68,20 +73,31 @@ def tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors(value, f"{prefix}[{number}]")
 
 
-def weighted(x: torch.Tensor) -> torch.Tensor:
+def weighted(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """A fixed random weighting of a tensor, in place of a loss.
 
     Unlike a plain sum it notices a gradient that is merely scaled or permuted.
     """
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     weights = torch.randn(x.shape, generator=draw, dtype=torch.float64)
     return (x * weights.to(x.dtype).to(x.device)).sum()
 
 
 def loss_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The output named `loss`, or a weighting of the first one."""
+    """The output named `loss`, or a weighting of all outputs that gradients reach.
+
+    What attention shows of its own heads is left out: a rank of a split model has a slice of it.
+    """
     loss = outputs.get("loss")
-    return weighted(next(iter(outputs.values()))) if loss is None else loss
+    if loss is not None:
+        return loss
+    reached = {
+        name: x
+        for name, x in outputs.items()
+        if x.requires_grad and name.partition("[")[0] not in PER_HEAD
+    }
+    terms = [weighted(x, seed) for seed, x in enumerate((reached or outputs).values())]
+    return functools.reduce(lambda total, x: total + x.to(total), terms)
 
 
 def gap_and_scale(x: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:

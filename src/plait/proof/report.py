@@ -15,6 +15,10 @@ DECISIVE: tuple[Kind, ...] = ("logits", "loss", "weights", "gradient", "drift", 
 """Kinds that decide whether the models are the same; outputs in between say where they part."""
 
 
+_NOT_MET = ("RankError: ", "TimeoutError: ", "Dist")
+"""How failures begin that say only that ranks did not meet."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One comparison.
@@ -86,6 +90,8 @@ class Report:
         why: What that module does wrong, in words.
         num_ranks: Number of ranks the model was split over.
         dtype: Name of the dtype they ran in.
+        not_reached: Rules of the plan whose modules and parameters the batch did not reach, where
+            all else is the same. The comparison says nothing about them.
     """
 
     rows: tuple[Row, ...]
@@ -93,6 +99,7 @@ class Report:
     why: str = ""
     num_ranks: int = 1
     dtype: str = "float64"
+    not_reached: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -103,6 +110,12 @@ class Report:
     def wrong(self) -> tuple[Row, ...]:
         """The rows that differ."""
         return tuple(row for row in self.rows if row.ok is False)
+
+    @property
+    def no_verdict(self) -> str:
+        """Why a failure is no difference: the ranks did not meet. Empty otherwise."""
+        rows = (row for row in self.wrong if row.kind == "error")
+        return next((row.note for row in rows if row.note.startswith(_NOT_MET)), "")
 
     def largest(self, *kinds: Kind) -> float:
         """The largest difference of some kinds; 0.0 where there is none."""
@@ -117,6 +130,7 @@ class Report:
             "why": self.why,
             "num_ranks": self.num_ranks,
             "dtype": self.dtype,
+            "not_reached": list(self.not_reached),
             "rows": [
                 {
                     "module": row.module,
@@ -136,15 +150,18 @@ class Report:
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
         """The report that `to_dict` has given."""
         rows = tuple(Row(**row) for row in data["rows"])
-        return cls(rows, data["first"], data["why"], data["num_ranks"], data["dtype"])
+        missed = tuple(data.get("not_reached", ()))
+        return cls(rows, data["first"], data["why"], data["num_ranks"], data["dtype"], missed)
 
     def summary(self) -> str:
         """The verdict in a line or two."""
         compared = sum(row.ok is not None for row in self.rows)
         if self.ok:
+            missed = ", ".join(self.not_reached)
             return (
                 f"{self.num_ranks} ranks give what one process gives: {compared} comparisons in "
                 f"{self.dtype}, largest difference {self.largest(*DECISIVE):.1e}"
+                + (f"\nThe batch does not reach {missed}" if missed else "")
             )
         where = repr(self.first) if self.first else "the model itself"
         lines = f"{self.num_ranks} ranks do not give what one process gives."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.comm import announcing, exchange
+from plait.comm import announcing, exchange, mark_announced
 from plait.errors import PlaitError, RankError
 from plait.proof.numbers import exact, loss_of, tensors
 from plait.proof.record import Record, Recorder
@@ -25,12 +25,14 @@ class Failure:
     Attributes:
         text: Its class and message, in one line.
         inside: The innermost module that had not returned; `""` is the model itself.
-        echo: Whether it only says that another rank has failed.
+        echo: Whether it only says that another rank has failed, or that the ranks did not meet.
+        problems: What stands in the way, without its class and what was asked.
     """
 
     text: str
     inside: str = ""
     echo: bool = False
+    problems: str = ""
 
 
 @dataclass
@@ -88,9 +90,12 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
 
 def failure_of(error: Exception, record: Record | None) -> Failure:
     """An exception in words."""
-    message = " ".join(str(error).split())
+    said = " ".join([error.asked, *error.problems]) if isinstance(error, PlaitError) else str(error)
+    text = f"{type(error).__name__}: {' '.join(said.split())}"[:400]
+    problems = "; ".join(error.problems) if isinstance(error, PlaitError) else text
     inside = record.inside[-1] if record is not None and record.inside else ""
-    return Failure(f"{type(error).__name__}: {message}"[:400], inside, isinstance(error, RankError))
+    echo = isinstance(error, (RankError, TimeoutError, torch.distributed.DistError))
+    return Failure(text, inside, echo, problems or text)
 
 
 def agreed_failure(failure: Failure | None, mesh: DeviceMesh) -> Failure | None:
@@ -120,6 +125,35 @@ def attempt(work: Callable[[], T], mesh: DeviceMesh) -> tuple[T | None, Failure 
     except Exception as error:
         failure = failure_of(error, None)
     return result, agreed_failure(failure, mesh)
+
+
+def jointly(work: Callable[[], T], mesh: DeviceMesh, asked: str) -> T:
+    """Do something on every rank; where it fails on one, all raise.
+
+    Args:
+        work: What to do; it may communicate.
+        mesh: The axis.
+        asked: What is being done, for the message on ranks where it succeeded.
+
+    Raises:
+        Exception: This rank's own failure, as it was raised.
+        RankError: Another rank's.
+
+    Comm: that of `work`, and `agreed_failure`.
+    """
+    failures: list[Exception] = []
+    results: list[T] = []
+    try:
+        with announcing(mesh):
+            results.append(work())
+    except Exception as error:
+        failures.append(mark_announced(error))
+    agreed = agreed_failure(failure_of(failures[0], None) if failures else None, mesh)
+    if failures:
+        raise failures[0]
+    if agreed is not None:
+        raise mark_announced(RankError(asked, f"another rank failed: {agreed.text}"))
+    return results[0]
 
 
 def refuse_whole(run: Run, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import exchange
+from plait.errors import PlaitError
 from plait.proof.numbers import TOLERANCES
 from plait.proof.report import Row
 from plait.proof.runs import attempt
@@ -31,6 +32,9 @@ def compare_tokens(
     Returns:
         The row, or None for a model that does not generate.
 
+    Raises:
+        PlaitError: The ranks did not meet in the split model's `generate`.
+
     Comm: that of the split model's `generate`, and two exchanges of control messages.
     """
     can = getattr(whole, "can_generate", None)
@@ -42,9 +46,15 @@ def compare_tokens(
         why = failure.text if failure is not None else "it gives nothing"
         return Row("", "tokens", "generate", ok=None, note=f"the whole model does not: {why}")
     tokens, failure = attempt(lambda: _generate(split, inputs), mesh)
+    if failure is not None and failure.echo:
+        raise PlaitError(
+            f"Generating with {type(split).__name__}, split:",
+            f"the ranks did not meet: {failure.text}",
+            "generate=False",
+        )
     if failure is not None or tokens is None:
         text = failure.text if failure is not None else "nothing is generated"
-        return Row("", "tokens", "generate", ok=False, note=text)
+        return Row("", "tokens", "error", ok=False, note=text)
     same = all(exchange(torch.equal(tokens, expected), mesh))
     note = f"{NEW_TOKENS} greedy tokens"
     if not same and all(exchange(_is_close_call(whole, inputs, tokens, expected), mesh)):
