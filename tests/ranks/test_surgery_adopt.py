@@ -1,5 +1,6 @@
 """What is put into a split model afterwards: the same on all ranks, cut as the plan says."""
 
+import logging
 import time
 from typing import Any
 
@@ -150,6 +151,24 @@ def test_layers_inside_follow_the_plan_or_are_refused() -> None:
     parity.compare(model, whole, tiny.batch("llama"))
 
 
+@pytest.mark.ranks(2)
+def test_a_state_of_the_optimizer_that_is_lost_is_told() -> None:
+    model = split()
+    model.lm_head = nn.Linear(96, 96).double()
+    optimizer = torch.optim.Adam(model.lm_head.parameters())
+    for param in model.lm_head.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("plait").addHandler(handler)
+    plait.adopt(model)
+    logging.getLogger("plait").removeHandler(handler)
+    assert told and all("Adam had a state for a parameter" in text for text in told)
+    assert all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])
+
+
 @pytest.mark.ranks(2, 3)
 def test_ranks_that_put_in_different_things_are_named() -> None:
     model = split()
@@ -161,6 +180,8 @@ def test_ranks_that_put_in_different_things_are_named() -> None:
     model.lm_head = old
     if rank() == 1:
         model.lm_head = nn.Linear(96, 96).double()
+    with pytest.raises(RankError, match="put in on some ranks only"):
+        plait.adopt(model)
     with pytest.raises(RankError):
         with torch.no_grad():
             model(torch.ones(1, 3, dtype=torch.long))

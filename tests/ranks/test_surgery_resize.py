@@ -142,6 +142,9 @@ def test_ranks_that_ask_for_different_numbers_change_nothing() -> None:
     before = dict(split.named_parameters())
     with pytest.raises(RankError, match=rf"rank {rank()} asks for {100 + rank()} tokens"):
         split.resize_token_embeddings(100 + rank())
+    same = split.config.vocab_size  # on one rank nothing would change
+    with pytest.raises(RankError, match=rf"rank {rank()} asks for {same + rank()} tokens"):
+        split.resize_token_embeddings(same + rank())
     assert all(param is before[name] for name, param in split.named_parameters())
     with pytest.raises(PlaitError, match="inside a split model"):
         split.model.resize_token_embeddings(100)

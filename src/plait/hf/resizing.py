@@ -15,6 +15,7 @@ from plait.state import ParallelState, gather_whole, state_of
 from plait.surgery.adopting import cut_plain
 from plait.surgery.loading import layout_of
 from plait.surgery.planned import planned_styles
+from plait.surgery.watching import is_root
 from plait.weights.outcome import meet
 
 
@@ -44,8 +45,9 @@ def resize_token_embeddings(
         RankError: The ranks ask for different numbers. Nothing has been changed.
 
     Comm:
-        None where nothing would change. Else two control messages, and one all-gather for each
-        split table; a rank holds the whole tables while it works.
+        None where no number is asked, one control message where nothing would change. Else two
+        control messages, and one all-gather for each split table; a rank holds the whole tables
+        while it works.
     """
     embedding = model.get_input_embeddings()
     current = embedding.weight.shape[0]
@@ -53,13 +55,16 @@ def resize_token_embeddings(
     if pad_to_multiple_of:
         wanted += -wanted % pad_to_multiple_of
     asked = f"resize_token_embeddings({wanted})"
-    if wanted == current:
+    is_asked = new_num_tokens is not None or pad_to_multiple_of
+    if wanted == current and not (is_asked and is_root(model)):
         return embedding
     surgery.refuse_part(model, asked)
-    surgery.adopt(model)
     state = state_of(model)
     assert state is not None
     _agree(f"{asked} of a split model:", (wanted, mean_resizing), state)
+    if wanted == current:
+        return embedding
+    surgery.adopt(model)
     first = state.tp_mesh.get_local_rank() == 0
     device = model.device
     states = meet(state.tp_mesh, "random numbers", capture(device) if first else None)[0]

@@ -69,6 +69,9 @@ def adopt(model: nn.Module) -> tuple[str, ...]:
 def adopt_new(model: nn.Module) -> tuple[str, ...]:
     """As `adopt`, but without a message between the ranks where nothing has changed on this one.
 
+    A rank that alone got a new module sends its message while the others are in their forward,
+    which then fails on all ranks as a mismatch of collectives: put modules in on every rank.
+
     Comm:
         None where nothing was put into the model since the last call.
     """
@@ -197,6 +200,8 @@ def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> N
         return
     ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
     names = list(dict.fromkeys(n for other in told for n in other))
+    if not all(told):
+        asked = f"{asked.removesuffix(':')}, put in on some ranks only:"
     first = next(n for n in names if len({other.get(n) for other in told}) > 1)
     error = RankError(
         asked,
@@ -244,6 +249,11 @@ def _tell_optimizers(made: Mapping[int, nn.Parameter]) -> None:
             params = group["params"]
             for position, param in enumerate(params):
                 if id(param) in made:
-                    held.state.pop(param, None)
                     params[position] = made[id(param)]
-                    _log.debug("%s now holds a new DTensor", type(held).__name__)
+                    if held.state.pop(param, None):
+                        _log.warning(
+                            "%s had a state for a parameter that is now a DTensor: it is dropped, "
+                            "and the optimizer starts anew for this parameter. Adopt new modules "
+                            "before the first step (plait.adopt(model)).",
+                            type(held).__name__,
+                        )
