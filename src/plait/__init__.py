@@ -88,6 +88,7 @@ __all__ = [
     "AutoModelForTokenClassification",
     "CheckpointError",
     "DeepSpeedSequenceParallelConfig",
+    "DerivedPlan",
     "DistributedConfig",
     "Guard",
     "LayoutError",

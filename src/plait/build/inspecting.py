@@ -18,7 +18,7 @@ from plait.plan.explain_parts import Call, Param, Part
 from plait.plan.intervals import ParamLayout, aligned, even, packed, whole
 from plait.styles import ALL_PARALLEL_STYLES
 from plait.styles.embedding import EmbeddingParallel
-from plait.styles.heads import HeadEmbedding, HeadParams
+from plait.styles.head_params import HeadEmbedding, HeadParams
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.linear import ColwiseParallel, RowwiseParallel
 from plait.styles.linear_kinds import in_dim, out_dim

@@ -26,7 +26,7 @@ from plait.build.rules import Rules
 from plait.comm import exchange
 from plait.errors import PlanError
 from plait.hf.adapt import is_transformers_model
-from plait.hf.small_heads import hard_heads
+from plait.hf.small.heads import hard_heads
 from plait.plan.rules import generalize
 from plait.run import environment
 

@@ -2,7 +2,8 @@
 
 from plait.styles.embedding import EmbeddingParallel
 from plait.styles.experts import MoeExpertsParallel, MoeIdentityParallel
-from plait.styles.heads import HeadEmbedding, HeadParams
+from plait.styles.fused import HeadsColwiseParallel
+from plait.styles.head_params import HeadEmbedding, HeadParams
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.linear import ColwiseParallel, RowwiseParallel
 from plait.styles.mla import MlaKvAProjParallel
@@ -24,6 +25,7 @@ __all__ = [
     "EmbeddingParallel",
     "HeadEmbedding",
     "HeadParams",
+    "HeadsColwiseParallel",
     "LocalParamsParallel",
     "MlaKvAProjParallel",
     "MoeExpertsParallel",

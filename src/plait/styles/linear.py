@@ -33,7 +33,6 @@ from plait.comm import (
 )
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout
-from plait.plan.roles import FUSED
 from plait.styles import linear_forwards as forwards
 from plait.styles.activations import (
     as_dtensor,
@@ -295,33 +294,7 @@ _gathered = ColwiseParallel(output_layouts=Replicate())
 _sliced = RowwiseParallel(input_layouts=Replicate())
 
 
-class HeadsColwiseParallel(ColwiseParallel):
-    """A colwise layer of several projections in one weight; each rank has those of its heads.
-
-    The name under which it is registered says how the projections lie in the output features:
-
-    | name | output features |
-    |---|---|
-    | `colwise_qkv` | all query heads, all key heads, all value heads |
-    | `colwise_qkv_per_head` | of each head: query, key, value |
-    | `colwise_qkv_per_group` | of each key/value head: its query heads, the key, the value |
-    | `colwise_kv` | all key heads, all value heads |
-    | `colwise_kv_per_head` | of each key/value head: key, value |
-
-    Comm:
-        As `colwise`.
-    """
-
-    def validate_param(
-        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
-    ) -> None:
-        """Refuse a parameter without a dim of output features."""
-        validate_dims(module, param, parameter_name, "colwise_qkv")
-
-
 ALL_PARALLEL_STYLES.register("colwise", ColwiseParallel())
-for _name in FUSED:
-    ALL_PARALLEL_STYLES.register(_name, HeadsColwiseParallel())
 ALL_PARALLEL_STYLES.register("colwise_gather_output", _gathered)
 ALL_PARALLEL_STYLES.register("colwise_rep", _gathered)
 ALL_PARALLEL_STYLES.register("rowwise", RowwiseParallel())

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 
 from plait.errors import PlanError
 from plait.plan.intervals import even
-from plait.styles.heads import PlacedParams, cut_layout, cut_of, place_features
+from plait.styles.head_params import PlacedParams
+from plait.styles.heads import cut_layout, cut_of, place_features
 from plait.styles.layer import TensorParallelLayer
 from plait.styles.linear import ColwiseParallel
 from plait.styles.linear_kinds import features

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plait.comm import exchange, sum_from
 from plait.styles.activations import as_dtensor
-from plait.styles.heads import PlacedParams
+from plait.styles.head_params import PlacedParams
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
 from plait.styles.params import GradMode, replicate
 from plait.styles.registry import ALL_PARALLEL_STYLES

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from plait.hf import small_own_pictures, small_own_text
+from plait.hf.small import own_pictures, own_text
 
-OWN = small_own_text.OWN | small_own_pictures.OWN
+OWN = own_text.OWN | own_pictures.OWN
 """Model type → what its small config needs."""
 
 

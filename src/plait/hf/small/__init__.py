@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.hf import small_special
-from plait.hf.small_batch import example_batch
-from plait.hf.small_sizes import Sizes, choose, shrink_tree
+from plait.hf.small import special
+from plait.hf.small.batch import example_batch
+from plait.hf.small.sizes import Sizes, choose, shrink_tree
 from plait.run import seeds
 
 __all__ = ["example_batch", "quiet", "small_config", "small_model"]
@@ -47,7 +47,7 @@ def small_config(
     small = copy.deepcopy(config)
     sizes: Sizes = choose(small, heads, kv_heads, intermediate, layers_per_kind)
     shrink_tree(small, sizes)
-    small_special.mend(small, sizes)
+    special.mend(small, sizes)
     return small
 
 
@@ -83,7 +83,7 @@ def small_model(
     Comm: none.
     """
     config = copy.deepcopy(_own_config(model_class, config))
-    for part in small_special.parts(config):
+    for part in special.parts(config):
         part._experts_implementation = "eager"
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with seeds.borrowed(seed):
@@ -98,7 +98,7 @@ def _own_config(model_class: Any, config: Any) -> Any:
     wanted = getattr(model_class, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config
-    return next((part for part in small_special.parts(config) if isinstance(part, wanted)), config)
+    return next((part for part in special.parts(config) if isinstance(part, wanted)), config)
 
 
 @torch.no_grad()

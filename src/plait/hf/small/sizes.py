@@ -4,9 +4,9 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.hf import small_fields as table
-from plait.hf import small_layers as layers
-from plait.hf.small_special import SECTIONED, parts
+from plait.hf.small import fields as table
+from plait.hf.small import layers as layers
+from plait.hf.small.special import SECTIONED, parts
 
 
 @dataclass

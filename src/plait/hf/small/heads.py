@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from plait.hf import small_fields as table
-from plait.hf.small_sizes import choose, nearest_kv, ratio_of
+from plait.hf.small import fields as table
+from plait.hf.small.sizes import choose, nearest_kv, ratio_of
 from plait.plan.heads import head_map
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.hf import small_pictures as pictures
+from plait.hf.small import pictures as pictures
 
 _FIRST_TOKEN = 10
 """Ordinary tokens begin here; the first few are often special."""

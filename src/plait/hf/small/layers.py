@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from plait.hf.small_fields import LAYERS
+from plait.hf.small.fields import LAYERS
 
 INDEX_LISTS = frozenset(
     {

@@ -2,7 +2,7 @@
 
 Model types name the same size differently (`hidden_size`, `n_embd`, `d_model`, …); a name that
 means the same everywhere stands in one of the sets here. What a name means in one model type only
-is in `small_special`.
+is in `special`.
 """
 
 QUERY_HEADS = frozenset(
