@@ -15,7 +15,7 @@ from plait.build import proven
 from plait.build.names import names_of
 from plait.build.rules import DerivedPlan, Rules, rules_for, user_rules
 from plait.errors import PlanError, RankError
-from plait.hf.small_heads import hard_heads
+from plait.hf.small.heads import hard_heads
 from plait.plan.heads import head_map
 from plait.proof import numbers, tokens
 from plait.state import state_of

@@ -47,6 +47,7 @@ CASES = {
 }
 """Model and shape by number of ranks."""
 
+
 def result_of(name: str, shape: str, size: int) -> cases.Result:
     (model,) = models(f"^{name}$")
     return cases.Result(**cases.run_case(Case(model, shape, size)))
