@@ -16,8 +16,8 @@ from plait.plan import cuts
 from plait.plan.heads import head_map
 from plait.state import state_of
 from plait.styles import attention as styles_attention
+from plait.styles import head_params, mla, whole_statistics
 from plait.styles import heads as styles_heads
-from plait.styles import mla, whole_statistics
 from plait.testing import mutation, parity
 from tests.ranks.head_models import CASES, FUSED, OTHERS, SEPARATE, batch, model, pair
 
@@ -202,21 +202,21 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     ),
     "sinks of other heads": (
         "gpt_oss",
-        styles_heads.PlacedParams,
+        head_params.PlacedParams,
         "local",
-        _flipped(styles_heads.PlacedParams, "local"),
+        _flipped(head_params.PlacedParams, "local"),
     ),
     "norms of other heads": (
         "cohere",
-        styles_heads.PlacedParams,
+        head_params.PlacedParams,
         "local",
-        _flipped(styles_heads.PlacedParams, "local"),
+        _flipped(head_params.PlacedParams, "local"),
     ),
     "a bias of other heads": (
         "t5",
-        styles_heads.PlacedParams,
+        head_params.PlacedParams,
         "local",
-        _flipped(styles_heads.PlacedParams, "local"),
+        _flipped(head_params.PlacedParams, "local"),
     ),
     "slopes of other heads": (
         "falcon rw",
