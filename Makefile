@@ -25,7 +25,7 @@ export NO_MKDOCS_2_WARNING := 1
 
 ##@ Everything from nothing
 .PHONY: demo test
-demo: setup ## Install, then split a language model over three local ranks and check its answer
+demo: setup ## Install, then split a language model over two local ranks and check its answer
 	@$(PY) examples/demo.py
 
 test: lint types imports docs tests ## Install, then lint, types, import rules, docs and all tests

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import plait
 from plait.comm import count
-from plait.styles import embedding, linear, whole
+from plait.styles import embedding, linear_forwards, whole
 from plait.testing import add_noise, mutation, parity, tiny
 
 LANGUAGE_MODELS = [name for name in tiny.NAMES if name != "mlp"]
@@ -205,11 +205,15 @@ def test_an_empty_plan_splits_nothing() -> None:
 
 
 MUTATIONS = {
-    "the sum after a rowwise layer is dropped": (linear, "sum_from", lambda x, mesh, **_: x),
-    "the sum of input gradients is dropped": (linear, "copy_to", lambda x, mesh: x),
+    "the sum after a rowwise layer is dropped": (
+        linear_forwards,
+        "sum_from",
+        lambda x, mesh, **_: x,
+    ),
+    "the sum of input gradients is dropped": (linear_forwards, "copy_to", lambda x, mesh: x),
     "look-ups of the embedding are not summed": (embedding, "sum_from", lambda x, mesh: x),
     "a rowwise layer sums twice": (
-        linear,
+        linear_forwards,
         "sum_from",
         lambda x, mesh, **_: plait.comm.sum_from(x, mesh) * 2,  # type: ignore[attr-defined]
     ),
@@ -237,9 +241,9 @@ def test_the_parity_test_notices_a_bias_that_is_added_on_every_rank() -> None:
 
     def biased(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        mesh = linear.border_of(module).mesh
-        out = nn.functional.linear(x, linear.local(weight), linear.local(bias))
-        return linear.sum_from(out, mesh)
+        mesh = linear_forwards.border_of(module).mesh
+        parts = linear_forwards.local(weight), linear_forwards.local(bias)
+        return linear_forwards.sum_from(nn.functional.linear(x, *parts), mesh)
 
     with mutation.must_fail(split.down, "forward", biased.__get__(split.down)):
         parity.compare(split, whole_model, tiny.batch("mlp"))

@@ -11,7 +11,7 @@ import plait
 from plait.errors import PlaitError
 from plait.proof import Report, prove
 from plait.run import seeds
-from plait.styles import embedding, linear
+from plait.styles import embedding, linear_forwards
 from plait.testing import add_noise, mutation, tiny
 
 
@@ -202,7 +202,7 @@ def test_drift_is_a_kind_of_its_own() -> None:
 
 MUTATIONS = {
     "a sum is dropped": (
-        (linear, "sum_from", lambda x, mesh, **_: x),
+        (linear_forwards, "sum_from", lambda x, mesh, **_: x),
         "model.layers.0.self_attn.o_proj",
         "term",
     ),
@@ -212,12 +212,12 @@ MUTATIONS = {
         "",
     ),
     "a sum is taken twice": (
-        (linear, "sum_from", lambda x, mesh, **_: plait.comm.sum_from(x, mesh) * 2),
+        (linear_forwards, "sum_from", lambda x, mesh, **_: plait.comm.sum_from(x, mesh) * 2),
         "model.layers.0.self_attn.o_proj",
         "",
     ),
     "input gradients are not summed": (
-        (linear, "copy_to", lambda x, mesh: x),
+        (linear_forwards, "copy_to", lambda x, mesh: x),
         "lm_head",
         "gradient of its input",
     ),

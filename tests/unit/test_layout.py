@@ -90,8 +90,8 @@ def test_ways_out_name_only_what_is_built(monkeypatch):
 
 
 def test_no_launcher_is_a_no_op_with_a_line(caplog):
-    with caplog.at_level(logging.WARNING, "plait"):
-        assert DistributedConfig(tp_size=2).resolve(None).is_single
+    caplog.set_level(logging.WARNING, "plait")
+    assert DistributedConfig(tp_size=2).resolve(None).is_single
     assert "tp 2" in caplog.text
     assert "torchrun --nproc-per-node 2" in caplog.text
     caplog.clear()

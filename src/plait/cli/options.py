@@ -33,7 +33,11 @@ Seed = Annotated[int | None, typer.Option(help="Seed of the sampling.", show_def
 PlanFile = Annotated[
     Path | None,
     typer.Option(
-        "--plan", help="YAML file of rules, name pattern: style.", exists=True, dir_okay=False
+        "--tp-plan",
+        "--plan",
+        help="YAML file of rules, name pattern: style.",
+        exists=True,
+        dir_okay=False,
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and logs.")]

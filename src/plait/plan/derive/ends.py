@@ -61,14 +61,14 @@ def _embedding(tree: Tree, name: str, sizes: set[int], tied: bool, found: Found)
         _replicated(name, "it has parts of its own that need the whole row", found)
     elif above in known.EMBEDDING_READERS:
         _replicated(name, f"{above} reads its weight itself", found)
+    elif not (leaf in known.TOKENS or shape[0] in sizes) and (
+        known.POSITIONS.search(leaf) or (shape[0] < _MANY_ROWS and not tied)
+    ):
+        found.reasons[name] = "positions, types and other small tables stay whole"
     elif tree.names.facts.get(name, {}).get("reads.self"):
         _replicated(name, f"the forward of {tree.kind(name)} reads its weight", found)
     elif tree.names.facts.get(parent(name), {}).get(f"reads.{leaf}") and not tied:
         _replicated(name, f"{above} reads its weight itself", found)
-    elif leaf in known.TOKENS or shape[0] in sizes or (tied and not known.POSITIONS.search(leaf)):
-        found.styles[name] = "embedding_rowwise"
-    elif known.POSITIONS.search(leaf) or shape[0] < _MANY_ROWS:
-        found.reasons[name] = "positions, types and other small tables stay whole"
     else:
         found.styles[name] = "embedding_rowwise"
 
