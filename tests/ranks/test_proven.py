@@ -46,7 +46,8 @@ class Towers(nn.Module):
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing is remembered; where a file would be kept."""
+    """Nothing is remembered, and no class is known; where a file would be kept."""
+    monkeypatch.setattr(proven, "_table", lambda: {"transformers": "0.0", "classes": []})
     folder = Path(tempfile.mkdtemp())
     monkeypatch.setattr(proven, "_file", lambda key: folder / f"{key}.json")
     proven._VERDICTS.clear()

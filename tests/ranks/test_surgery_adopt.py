@@ -162,9 +162,13 @@ def test_a_state_of_the_optimizer_that_is_lost_is_told() -> None:
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("plait").addHandler(handler)
+    logger = logging.getLogger("plait")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
     plait.adopt(model)
-    logging.getLogger("plait").removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.setLevel(before)
     assert told and all("Adam had a state for a parameter" in text for text in told)
     assert all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])
 
