@@ -27,7 +27,7 @@ the gradient of every parameter and {tokens} greedily generated tokens.
 
 | sign | meaning |
 |---|---|
-| ✓ | all equal within 1e-11 of a tensor's largest value |
+| ✓ | all equal within 1e-9 of a tensor's largest value (float32 models: 1e-3) |
 | ◐ | equal, and each rank holds more than 90 % of the parameters: hardly anything is split |
 | – | refused before anything changed; the reason is below |
 | ✗ | differs, or fails while running; how is below |

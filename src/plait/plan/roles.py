@@ -33,7 +33,6 @@ NUM_KV_HEADS = (
     "num_kv",
     "kv_heads",
     "num_query_groups",
-    "num_key_value_groups_total",
 )
 HEAD_DIM = (
     "head_dim",

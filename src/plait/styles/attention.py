@@ -5,6 +5,7 @@ is a number of heads, it has to find the rank's; tensors with a row for every he
 bias by head, slopes) are cut to the rank's rows as they come in.
 """
 
+import copy
 import inspect
 from collections.abc import Mapping
 from functools import lru_cache
@@ -139,8 +140,6 @@ class LocalConfig:
         return LocalConfig, (self._plait_config, self._plait_values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalConfig":
-        import copy
-
         return LocalConfig(copy.deepcopy(self._plait_config, memo), self._plait_values)
 
 

@@ -242,7 +242,7 @@ def place_layout(module: nn.Module, name: str, mesh: DeviceMesh, layout: ParamLa
             [Shard(layout.dim)],
             run_check=False,
             shape=tensor.shape,
-            stride=source.contiguous().stride() if source.is_contiguous() else tensor.stride(),
+            stride=tensor.stride(),
         )
     set_param(module, name, placed, like=tensor)
 
