@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from plait import build, hf
 from plait.auto.reading import randomness_of_first, read_split
 from plait.errors import LayoutError, PlaitError
-from plait.layout import DistributedConfig, ParallelismConfig
+from plait.layout import DistributedConfig
+from plait.layout.config import refuse_other
 from plait.run import process_group
 
 
@@ -128,13 +129,7 @@ def _distributed_config(
     config: DistributedConfig | None, kwargs: dict[str, Any]
 ) -> tuple[DistributedConfig | None, dict[str, Any]]:
     """`config`, or one made of the old `tp_plan` and `tp_size`; and the other arguments."""
-    if config is not None and not isinstance(config, ParallelismConfig):
-        kind = f"{type(config).__module__}.{type(config).__qualname__}"
-        raise LayoutError(
-            f"distributed_config={config!r}:",
-            f"a {kind} is not plait's",
-            ["plait.DistributedConfig(tp_size=2)", "plait.DistributedConfig.from_dict({…})"],
-        )
+    refuse_other(config, "distributed_config")
     kwargs = dict(kwargs)
     old = {name: kwargs.pop(name) for name in ("tp_plan", "tp_size") if name in kwargs}
     old = {name: value for name, value in old.items() if value is not None}

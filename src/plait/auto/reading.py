@@ -22,6 +22,7 @@ from plait.layout import DistributedConfig
 from plait.run import process_group, progress
 from plait.state import ParallelState, local_part, state_of
 from plait.weights import Checkpoint, LoadReport, load, mismatches, together
+from plait.weights.slots import placed_like
 
 log = logging.getLogger(__name__)
 
@@ -167,15 +168,7 @@ def _initialise(model: Any, missing: list[str], state: ParallelState, device: to
     def cut(name: str, whole: torch.Tensor) -> torch.Tensor:
         old = placeholders[name]
         assert isinstance(old, DTensor)
-        x_local = local_part(whole, state.layouts[name], rank)
-        return DTensor.from_local(
-            x_local,
-            old.device_mesh,
-            old.placements,
-            run_check=False,
-            shape=old.shape,
-            stride=old.stride(),
-        )
+        return placed_like(old, local_part(whole, state.layouts[name], rank))
 
     with randomness_of_first(state.tp_mesh, device):
         skeleton.initialise_missing(model, missing, device, cut)

@@ -67,7 +67,7 @@ def _apply(modules: dict[str, nn.Module], plan: Plan, mesh: DeviceMesh) -> dict[
             if not isinstance(part._parameters[name], DTensor):
                 cut.leave_whole(part, name, f"{owner}.{name}" if owner else name)
     for owner, part in modules.items():
-        rest = by_module.get(owner) or style_of_rest(part, owner, modules, by_module)
+        rest = by_module.get(owner) or style_of_rest(part, owner, by_module)
         if rest is not None:
             rest.install_forward(part, mesh)
     for name, attention in plan.attention.items():

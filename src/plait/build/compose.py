@@ -30,6 +30,7 @@ from plait.build.rules import Rules, TpPlan, rules_for, user_rules
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.layout import DistributedConfig, ParallelismConfig
+from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
 from plait.plan.attention import with_heads
 from plait.run import environment, process_group, progress
@@ -81,12 +82,7 @@ def parallelize(
     Comm:
         The first call of a process makes the groups of the mesh. A proof runs models.
     """
-    if config is not None and not isinstance(config, ParallelismConfig):
-        raise LayoutError(
-            f"parallelize(…, config={config!r}):",
-            f"a {type(config).__name__} is no ParallelismConfig",
-            ["DistributedConfig(tp_size=2)", "DistributedConfig.from_dict({…})"],
-        )
+    refuse_other(config, "config")
     split = [n or "the module itself" for n, p in module.named_modules() if is_split(p)]
     if split:
         raise LayoutError(

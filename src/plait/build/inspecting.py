@@ -23,7 +23,7 @@ from plait.styles.layer import TensorParallelLayer
 from plait.styles.linear import ColwiseParallel, RowwiseParallel
 from plait.styles.linear_kinds import in_dim, out_dim
 from plait.styles.mla import MlaKvAProjParallel
-from plait.styles.packed import _Packed
+from plait.styles.packed import PackedParallel
 from plait.styles.statistics import SplitNorm
 from plait.styles.whole import ReplicateParallel
 
@@ -111,13 +111,14 @@ def _calls(
 
 def _unknown_shapes(plan: Plan) -> tuple[str, ...]:
     """Styles of the user's that cut parameters in a way of their own."""
-    known = (_Packed, ColwiseParallel, RowwiseParallel, EmbeddingParallel, HeadEmbedding, SplitNorm)
+    linear = (PackedParallel, ColwiseParallel, RowwiseParallel)
+    known = (*linear, EmbeddingParallel, HeadEmbedding, HeadParams, SplitNorm)
     whole_too = (TensorParallelLayer.shard_param, ReplicateParallel.shard_param)
     keeps = (*whole_too, MlaKvAProjParallel.shard_param)
     found = []
     for name in sorted({entry.style for entry in plan.entries}):
         style = ALL_PARALLEL_STYLES[name]
-        if not isinstance(style, (*known, HeadParams)) and type(style).shard_param not in keeps:
+        if not isinstance(style, known) and type(style).shard_param not in keeps:
             found.append(f"shapes: parameters with the style {name!r} are shown whole")
     return tuple(found)
 
@@ -197,7 +198,7 @@ def layout_of(
     style = None if entry is None else ALL_PARALLEL_STYLES[entry.style]
     found = plan.cuts.get(full, plan.cuts.get(full.rpartition(".")[0]))
     dim: int | None = None
-    if isinstance(style, _Packed):
+    if isinstance(style, PackedParallel):
         dim = style.packed_dim(tensor.ndim)
         sizes = None if dim is None else style.part_sizes(shape[dim])
         if dim is not None and sizes is not None:

@@ -1,14 +1,12 @@
 """`plait inspect`: what a plan does to a model. No ranks are started and no weights are read."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from plait.cli import inspect_html, inspect_table, options, proving, ranks
+from plait.cli import inspect_html, inspect_table, options, proving
 from plait.plan.explain import Explanation
 
 Picture = Path | None
@@ -42,7 +40,7 @@ def command(  # noqa: PLR0913 (an option each)
             raise typer.BadParameter(
                 f"there is no directory {str(file.parent)!r}.", param_hint=f"'{name}'"
             )
-    with _refused(debug):
+    with proving.no_verdict(debug):
         proving.quiet(debug)
         found = explained(path, tp, rules, dtype, (batch, seq), trust_remote_code)
         if html is not None:
@@ -55,16 +53,6 @@ def command(  # noqa: PLR0913 (an option each)
         print(json.dumps(found.to_dict(), ensure_ascii=False))
     else:
         inspect_table.show(found)
-
-
-@contextlib.contextmanager
-def _refused(debug: bool) -> Iterator[None]:
-    """A refusal is printed, and ends the command with 2."""
-    try:
-        with ranks.reported(debug, False):
-            yield
-    except typer.Exit as left:
-        raise typer.Exit(2 if left.exit_code == 1 else left.exit_code) from None
 
 
 def explained(

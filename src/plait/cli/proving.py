@@ -95,7 +95,7 @@ def decide(
     Raises:
         typer.Exit: Always.
     """
-    with _no_verdict(debug, ctx.obj == options.PARENT_PRINTS):
+    with no_verdict(debug, ctx.obj == options.PARENT_PRINTS):
         if ranks.needs_ranks(tp):
             verdict = _of_own_ranks(tp, debug)
         else:
@@ -111,7 +111,7 @@ def decide(
 
 
 @contextlib.contextmanager
-def _no_verdict(debug: bool, parent_prints: bool) -> Iterator[None]:
+def no_verdict(debug: bool, parent_prints: bool = False) -> Iterator[None]:
     """As `ranks.reported`, with the exit code that says there is no verdict."""
     try:
         with ranks.reported(debug, parent_prints):

@@ -34,8 +34,8 @@ def command(  # noqa: PLR0913 (an option each)
 ) -> None:
     """Show that a model split over N ranks is the same as whole, with its own weights and a batch.
 
-    Every rank holds the whole model beside its part, with gradients: about three times the model's
-    size on each rank. `plait check` needs no weights. Exit codes as of `plait check`.
+    Every rank holds the whole model beside its part, both with gradients: 2 + 2/N times the model's
+    size, and activations. `plait check` needs no weights. Exit codes as of `plait check`.
     """
     if dtype not in options.DTYPES:
         raise typer.BadParameter(

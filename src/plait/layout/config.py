@@ -260,6 +260,25 @@ class DistributedConfig(ParallelismConfig):
         return problems
 
 
+def refuse_other(config: object, asked: str) -> None:
+    """Refuse what is given for a config and is none, such as another library's.
+
+    Args:
+        config: What was given; None stands for the default.
+        asked: How it was given.
+
+    Raises:
+        LayoutError: It is no `ParallelismConfig`.
+    """
+    if config is not None and not isinstance(config, ParallelismConfig):
+        kind = f"{type(config).__module__}.{type(config).__qualname__}".removeprefix("builtins.")
+        raise LayoutError(
+            f"{asked}={config!r}:",
+            f"a {kind} is none of plait's configs",
+            ["plait.DistributedConfig(tp_size=2)", "plait.DistributedConfig.from_dict({…})"],
+        )
+
+
 def _refuse(what: str, problems: list[str | None]) -> None:
     found = [problem for problem in problems if problem]
     if found:

@@ -21,6 +21,7 @@ from plait.proof.report import Kind, Report, Row
 from plait.proof.runs import Failure, Run
 from plait.proof.tokens import compare_tokens
 from plait.state import full_state_dict, state_of
+from plait.styles.linear_kinds import is_conv1d
 
 _NOTES = {
     "slice": "slice",
@@ -133,7 +134,7 @@ class Pair:
         found: dict[str, Sequence[Pieces]] = {}
         for name, module in self.whole.named_modules():
             layout = self.layouts.get(f"{name}.weight")
-            if layout is not None and layout.dim == (1 if _is_conv1d(module) else 0):
+            if layout is not None and layout.dim == (1 if is_conv1d(module) else 0):
                 found[name] = layout.pieces
         state = state_of(self.split)
         cuts = state.plan.cuts if state is not None else {}
@@ -217,16 +218,11 @@ def scene_of(pair: Pair, expected: Run, got: Run, matches: Mapping[Key, Match]) 
         if dims:
             (layers if max(dims) > 1 else vectors).add(name)
         layout = pair.layouts.get(f"{name}.weight" if name else "weight")
-        into = 0 if _is_conv1d(module) else 1
+        into = 0 if is_conv1d(module) else 1
         if layout is not None and len(layout.shape) == 2 and layout.dim == into:
             rows.add(name)
     callers = {**expected.record.callers, **got.record.callers}
     return Scene(matches, callers, got.record.origins, layers, rows, vectors)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' linear layer with a weight `[in, out]`."""
-    return type(module).__name__ == "Conv1D"
 
 
 def _weight_rows(pair: Pair) -> list[Row]:

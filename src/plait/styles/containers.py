@@ -21,7 +21,6 @@ _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transfo
 def style_of_rest(
     module: nn.Module,
     name: str,
-    modules: Mapping[str, nn.Module],
     styled: Mapping[str, TensorParallelLayer],
 ) -> TensorParallelLayer | None:
     """The style of a module that no rule names, or None where it holds no parameter itself.
@@ -29,7 +28,6 @@ def style_of_rest(
     Args:
         module: The module.
         name: Its name.
-        modules: All modules by name.
         styled: Modules that rules name.
     """
     if isinstance(module, _READS_CHILDREN):

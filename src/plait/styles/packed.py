@@ -24,7 +24,7 @@ from plait.styles.params import place
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
 
-class _Packed(TensorParallelLayer):
+class PackedParallel(TensorParallelLayer):
     """What both packed styles share: which parts a parameter has and how it is cut.
 
     Args:
@@ -60,7 +60,7 @@ class _Packed(TensorParallelLayer):
     def validate_param(
         self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
     ) -> None:
-        """Refuse a dim that does not consist of these parts, and parts that do not divide."""
+        """Refuse a dim that does not consist of these parts."""
         tensor = module._parameters.get(param)
         dim = None if tensor is None or tensor.ndim == 0 else self.packed_dim(tensor.ndim)
         if tensor is None or dim is None:
@@ -115,7 +115,7 @@ class _Packed(TensorParallelLayer):
         return True
 
 
-class PackedColwiseParallel(_Packed):
+class PackedColwiseParallel(PackedParallel):
     """Column-parallel fused layers: each rank has the matching slice of every packed part.
 
     Parameters: packed along the output features: dim 0 of a weight `[parts · out, in]` and of a
@@ -164,7 +164,7 @@ class PackedColwiseParallel(_Packed):
         return DTensor.from_local(output, mesh, [strided], run_check=False)
 
 
-class PackedRowwiseParallel(_Packed):
+class PackedRowwiseParallel(PackedParallel):
     """Row-parallel layers whose input features are packed parts.
 
     Parameters: the last dim of a weight is packed; 1-D parameters are whole on every rank, and a

@@ -79,7 +79,7 @@ class SplitNorm(TensorParallelLayer):
             whole = found.shape[0]
             counted = cut.counted if cut is not None else None
             local = cut.seen_size if cut is not None else _even_size(whole, mesh)
-            context.enter_context(_Closing(PlacedParams(module, self.grads_of(module))))
+            context.enter_context(PlacedParams(module, self.grads_of(module)))
             width = Width(local, whole, counted)
             mode = StatisticsOfWidth(width, mesh, type(module).__name__)
             context.enter_context(_Answering(mode, "split_norm"))
@@ -104,7 +104,7 @@ class SplitStatistics(TensorParallelLayer):
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
         """Local parameters, statistics over the whole width."""
         context = ExitStack()
-        context.enter_context(_Closing(LocalParams(module, self.grads_of(module))))
+        context.enter_context(LocalParams(module, self.grads_of(module)))
         for child in module.children():
             if _leaves_split(child):
                 handle = child.register_forward_hook(_note)
@@ -150,17 +150,6 @@ class _Answering:
                 "functions show: it may run a fused kernel",
                 ["an implementation in plain torch", "give it the style 'replicate'"],
             )
-
-
-class _Closing:
-    def __init__(self, inner: LocalParams) -> None:
-        self.inner = inner
-
-    def __enter__(self) -> None:
-        self.inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(None, None, None)
 
 
 def _even_size(width: int, mesh: DeviceMesh) -> int:

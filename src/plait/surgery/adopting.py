@@ -153,7 +153,7 @@ def cut_plain(
             assert new is not None
             made[id(param)] = (param, new)
     for owner, part in modules.items():
-        border = styles.get(owner) or style_of_rest(part, owner, modules, styles)
+        border = styles.get(owner) or style_of_rest(part, owner, styles)
         if border is not None and "_plait_border" not in part.__dict__:
             border.install_forward(part, state.tp_mesh)
         keep_records(part)

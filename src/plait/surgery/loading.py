@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from plait.plan.intervals import ParamLayout
 from plait.state import LAYOUT, local_part
-from plait.weights.slots import layout_of_tensor
+from plait.weights.slots import layout_of_tensor, placed_like
 
 _MARK = "_plait_takes_whole"
 
@@ -102,11 +102,4 @@ def _taken(given: torch.Tensor, param: DTensor, layout: ParamLayout) -> torch.Te
             local = given._local_tensor
         else:
             local = local_part(given.detach(), layout, param.device_mesh.get_local_rank())
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        return placed_like(param, local)

@@ -60,7 +60,7 @@ def compare(
     """Assert that two models agree on outputs, loss and the gradient of every parameter.
 
     Float64 models run under `exact`. Where the output has no `loss`, a fixed random weighting of
-    its first tensor serves, so that a gradient that is merely scaled or permuted is noticed.
+    its tensors serves, so that a gradient that is merely scaled or permuted is noticed.
 
     Args:
         model_split: The model split by plait; its gradients are read with `plait.full_grads`.

@@ -44,12 +44,7 @@ class Slot:
             local: The local tensor, on its device.
         """
         old = self.tensor
-        new = local
-        if isinstance(old, DTensor):
-            shape, stride = old.shape, old.stride()
-            new = DTensor.from_local(
-                local, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride
-            )
+        new = placed_like(old, local) if isinstance(old, DTensor) else local
         if isinstance(old, nn.Parameter):
             grad = old.requires_grad and (local.is_floating_point() or local.is_complex())
             new = nn.Parameter(new, requires_grad=grad)
@@ -59,6 +54,18 @@ class Slot:
                 module._parameters[name] = new
             else:
                 module._buffers[name] = new
+
+
+def placed_like(old: DTensor, local: Tensor) -> DTensor:
+    """Returns a DTensor as `old` is, with another local tensor; nothing is communicated."""
+    return DTensor.from_local(
+        local,
+        old.device_mesh,
+        old.placements,
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
 
 
 def slots_of(module: nn.Module) -> dict[str, Slot]:
