@@ -63,3 +63,10 @@ def test_tp_speedup(tmp_path):
     assert "batch 2: tp 1: 1.00 (1.00–1.00), tp 2:" in out
     points = json.loads(times.read_text())["points"]
     assert [(p["batch_size"], p["tp_size"]) for p in points] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def test_guard_cost():
+    out = run("guard_cost.py", "--rounds", "6")
+    figures = [float(line.split()[-2]) for line in out.splitlines() if line.endswith(" ms")]
+    assert len(figures) == 4
+    assert all(figure > 0 for figure in figures)
