@@ -1,7 +1,6 @@
-"""What plait remembers about a module it has split, and the whole tensors behind the split ones."""
+"""The whole tensors behind the split ones."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,46 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plait.comm import all_gather
-from plait.layout import DistributedConfig, ParallelismConfig
-from plait.plan import Plan
 from plait.plan.intervals import ParamLayout
+from plait.state.record import LAYOUT, state_of
 from plait.weights.module_store import in_order
-
-STATE = "_plait"
-LAYOUT = "_plait_layout"  # on a parameter whose placement does not say where its pieces belong
-
-
-@dataclass(frozen=True)
-class ParallelState:
-    """How one module was split; found with [`state_of`][plait.state.state_of].
-
-    Attributes:
-        mesh: The mesh of all axes.
-        tp_mesh: Its tensor-parallel axis.
-        plan: Every decision that was applied.
-        layouts: Parameter name → which index ranges each rank of the axis holds.
-        config: The config it was split with.
-    """
-
-    mesh: DeviceMesh
-    tp_mesh: DeviceMesh
-    plan: Plan
-    layouts: Mapping[str, ParamLayout]
-    config: ParallelismConfig | DistributedConfig
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks on the tensor-parallel axis."""
-        return self.tp_mesh.size()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelState":
-        return self  # nothing in it changes, and a mesh cannot be copied
-
-
-def state_of(module: nn.Module) -> ParallelState | None:
-    """The state that `parallelize` left on `module`, or None where it was not split."""
-    state: ParallelState | None = module.__dict__.get(STATE)
-    return state
 
 
 def gather_whole(x_local: torch.Tensor, layout: ParamLayout, mesh: DeviceMesh) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""What plait remembers about a module it has split."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.layout import DistributedConfig, ParallelismConfig
+from plait.plan import Plan
+from plait.plan.intervals import ParamLayout
+
+STATE = "_plait"
+LAYOUT = "_plait_layout"  # on a parameter whose placement does not say where its pieces belong
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """How one module was split; found with [`state_of`][plait.state.record.state_of].
+
+    Attributes:
+        mesh: The mesh of all axes.
+        tp_mesh: Its tensor-parallel axis.
+        plan: Every decision that was applied.
+        layouts: Parameter name → which index ranges each rank of the tensor-parallel axis holds.
+        config: The config it was split with.
+        fsdp_mesh: The axis over which each rank's part of the parameters is cut once more (FSDP),
+            or None.
+        data_mesh: All ranks with the same place on the tensor-parallel axis, as one axis: those
+            that see different samples. None where there is only one.
+    """
+
+    mesh: DeviceMesh
+    tp_mesh: DeviceMesh
+    plan: Plan
+    layouts: Mapping[str, ParamLayout]
+    config: ParallelismConfig | DistributedConfig
+    fsdp_mesh: DeviceMesh | None = None
+    data_mesh: DeviceMesh | None = None
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks on the tensor-parallel axis."""
+        return self.tp_mesh.size()
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that see different samples."""
+        return 1 if self.data_mesh is None else self.data_mesh.size()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelState":
+        return self  # nothing in it changes, and a mesh cannot be copied
+
+
+def state_of(module: nn.Module) -> ParallelState | None:
+    """The state that `parallelize` left on `module`, or None where it was not split."""
+    state: ParallelState | None = module.__dict__.get(STATE)
+    return state
