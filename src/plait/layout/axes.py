@@ -9,8 +9,6 @@ SIZE_FIELDS = (*(f"{axis}_size" for axis in AXES), "ep_size")
 and are no axis of their own, so ep_size is not a factor of WORLD_SIZE."""
 
 UNBUILT = {
-    "dp_replicate_size": "data parallelism by copies (HSDP)",
-    "dp_shard_size": "sharded data parallelism (FSDP)",
     "cp_size": "context parallelism (ring attention)",
     "sp_size": "sequence parallelism (Ulysses)",
     "ep_size": "expert parallelism",
@@ -19,9 +17,6 @@ UNBUILT = {
     "enable_sequence_parallel": "sequence-parallel activations between tensor-parallel regions",
     "ep_implementation": "expert parallelism",
     "ep_plan": "expert parallelism",
-    "fsdp_plan": "sharded data parallelism (FSDP)",
-    "fsdp_cpu_offload": "offload of sharded parameters",
-    "fsdp_mixed_precision": "mixed precision of sharded data parallelism",
 }
 """Fields that are accepted and checked but whose feature does not exist in this version. One that
 differs from its default is refused when the layout is resolved. Building a feature removes its

@@ -1,5 +1,7 @@
 """The device mesh of a layout, its axes, and a rank's place on it."""
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -10,7 +12,8 @@ from plait.layout import Layout, factors
 def build(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh of a layout: the axes of size above 1, outermost first, and always "tp".
 
-    Ranks are numbered with tp fastest: on dp_replicate 2 × tp 2, ranks 0 and 1 share a copy.
+    Ranks are numbered with tp fastest: on dp_replicate 2 × tp 2, ranks 0 and 1 share a copy. Where
+    there are copies, there is a "dp_shard" inside them too, for FSDP reduces over both.
 
     Args:
         layout: As resolved against the number of processes.
@@ -39,7 +42,8 @@ def build(layout: Layout, device_type: str) -> DeviceMesh:
             f"{dist.get_world_size()}",
             "resolve the config with the size of the process group",
         )
-    sizes = {name: size for name, size in layout.sizes.items() if size > 1 or name == "tp"}
+    always = ("tp", "dp_shard") if layout.sizes["dp_replicate"] > 1 else ("tp",)
+    sizes = {name: size for name, size in layout.sizes.items() if size > 1 or name in always}
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys()))
 
 
@@ -64,6 +68,23 @@ def axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
             f'name the dimension: init_device_mesh(…, mesh_dim_names=("{name}",))',
         )
     return mesh if names == (name,) else mesh[name]
+
+
+def flat(mesh: DeviceMesh, names: Sequence[str] | None = None) -> DeviceMesh:
+    """Several axes of a mesh as one, its ranks in their order on the mesh.
+
+    Args:
+        mesh: A mesh with named dimensions.
+        names: Which axes, in the mesh's order; by default all of them.
+
+    Comm: the group of the joined axis is formed at the first call. All ranks must call.
+    """
+    have = mesh.mesh_dim_names or ()
+    wanted = tuple(have if names is None else names)
+    if len(wanted) < 2:
+        return mesh if have == wanted or mesh.ndim == 1 else mesh[wanted[0]]
+    part = mesh if wanted == have else mesh[wanted]
+    return part._flatten("_".join(wanted))
 
 
 def coordinates(mesh: DeviceMesh) -> str:

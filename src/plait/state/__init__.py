@@ -1,6 +1,6 @@
 """What plait remembers about a module it has split, and the whole tensors behind the split ones."""
 
-from plait.state.pieces import Piece, fsdp_range, fsdp_shard, pieces_of, tp_layout
+from plait.state.pieces import Piece, pieces_of, tp_layout
 from plait.state.record import LAYOUT, STATE, ParallelState, state_of
 from plait.state.whole import (
     full_grads,
@@ -15,8 +15,6 @@ __all__ = [
     "STATE",
     "ParallelState",
     "Piece",
-    "fsdp_range",
-    "fsdp_shard",
     "full_grads",
     "full_state_dict",
     "gather_whole",

@@ -12,6 +12,7 @@ from plait.comm import all_gather
 from plait.plan.intervals import ParamLayout
 from plait.state.record import LAYOUT, state_of
 from plait.weights.module_store import in_order
+from plait.weights.sharded import tp_axis_of, without_fsdp
 
 
 def gather_whole(x_local: torch.Tensor, layout: ParamLayout, mesh: DeviceMesh) -> torch.Tensor:
@@ -96,6 +97,13 @@ def held_fraction(module: nn.Module) -> float:
     return held / total if total else 1.0
 
 
+def _whole(x: DTensor, layout: ParamLayout) -> torch.Tensor:
+    """The whole of a tensor that FSDP and tensor parallelism have cut."""
+    axis = tp_axis_of(x)
+    x_tp = without_fsdp(x, layout)
+    return x_tp if axis is None else gather_whole(x_tp, layout, axis)
+
+
 def _whole_tensors(
     module: nn.Module,
     tensors: Mapping[str, Any],
@@ -113,9 +121,6 @@ def _whole_tensors(
                     layout = tensor.__dict__.get(LAYOUT)
                     if layout is None and state is not None:
                         layout = state.layouts.get(name)
-                    if layout is not None and x.device_mesh.ndim == 1:
-                        x = gather_whole(x.to_local(), layout, x.device_mesh)
-                    else:
-                        x = x.full_tensor()
+                    x = x.full_tensor() if layout is None else _whole(x, layout)
                 done[id(tensor)] = x.detach().cpu().clone()
             yield name, done[id(tensor)]

@@ -16,7 +16,8 @@ from plait.plan.intervals import ParamLayout
 from plait.weights.checkpoint import Checkpoint
 from plait.weights.outcome import agree, settle, together
 from plait.weights.recipes import Recipe
-from plait.weights.regions import along
+from plait.weights.regions import Region, along, shape_in
+from plait.weights.sharded import fsdp_shards, spans_of
 from plait.weights.slots import Slot, layout_of_slot, slots_of
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def load(  # noqa: PLR0913
     jobs = together(mesh, asked, lambda: _jobs(asked, slots, checkpoint, recipes, layouts or {}))
     agree(mesh, asked, _digest(jobs))
     before = checkpoint.bytes_read
-    total = sum(job.layout.local_numel(rank) * job.file_dtype.itemsize for job in jobs)
+    total = sum(_file_bytes(job, rank) for job in jobs)
     failure: Exception | None = None
     for job, pause in _with_pauses(jobs):
         try:
@@ -239,15 +240,17 @@ def _read(
     local = slot.local
     dtype = slot.tensor.dtype if dtype_of is None else dtype_of(job.name, job.file_dtype)
     place = torch.device(device or ("cpu" if slot.on_meta else local.device))
-    shape = layout.local_shape(rank)
+    region = _region(job, rank)
+    shape = shape_in(layout.shape, region)
     if tuple(local.shape) != shape:
         raise WeightsError(
             f"Load {job.name} on rank {rank}.",
             f"its layout gives this rank {shape}, but its local tensor has {tuple(local.shape)}",
         )
-    region = along(len(layout.shape), layout.dim, layout.pieces_of(rank))
     if slot.on_meta and place.type == "cpu" and dtype == job.file_dtype:
         mapped = job.recipe.view(checkpoint, region)
+        if mapped is not None and fsdp_shards(slot.tensor) is not None:
+            mapped = mapped.contiguous()  # FSDP sends it as it lies in memory
         if mapped is not None:
             slot.fill(mapped)
             return
@@ -257,6 +260,19 @@ def _read(
         job.recipe.read_into(checkpoint, region, out)
     if not in_place:
         slot.fill(out)
+
+
+def _region(job: _Job, rank: int) -> Region:
+    """What a rank holds of a target: as the layout says, and of that what FSDP leaves to it."""
+    layout = job.layout
+    if fsdp_shards(job.slot.tensor) is None:
+        return along(len(layout.shape), layout.dim, layout.pieces_of(rank))
+    spans = zip(spans_of(job.slot.tensor, layout), layout.shape, strict=True)
+    return tuple(None if span == ((0, size),) else span for span, size in spans)
+
+
+def _file_bytes(job: _Job, rank: int) -> int:
+    return math.prod(shape_in(job.layout.shape, _region(job, rank))) * job.file_dtype.itemsize
 
 
 def _report(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from plait.plan.intervals import ParamLayout, joined
 from plait.weights.regions import Region, copy_region
+from plait.weights.sharded import without_fsdp
 from plait.weights.slots import layout_of_slot, slots_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class ModuleStore:
         layouts: How the tensors lie on the ranks, where not as their DTensors are placed.
         mesh: The axis over which they are split; None for one process.
         names: Which tensors, where not all; a tied one is taken under the first of its names.
+        world: All ranks that take part, as one axis, where there are more than those of `mesh`.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class ModuleStore:
         layouts: Mapping[str, ParamLayout] | None = None,
         mesh: "DeviceMesh | None" = None,
         names: Iterable[str] | None = None,
+        world: "DeviceMesh | None" = None,
     ) -> None:
-        self.mesh = mesh
+        self.mesh = mesh if world is None else world
+        self._tp_mesh = mesh
         slots = slots_of(module)
         wanted = list(slots) if names is None else list(names)
         seen: set[int] = set()
@@ -63,15 +67,16 @@ class ModuleStore:
         """Makes a tensor whole on the writing rank, on its CPU; all ranks must call it.
 
         Comm:
-            One all-gather of the tensor, where it is split.
+            One all-gather of the tensor over each axis that splits it.
         """
         if key in self._whole:
             return
-        layout, local = self._layouts[key], self._slots[key].local.detach()
-        if layout.dim is not None and self.mesh is not None and self.mesh.size() > 1:
+        layout, tp_mesh = self._layouts[key], self._tp_mesh
+        local = without_fsdp(self._slots[key].tensor.detach(), layout)
+        if layout.dim is not None and tp_mesh is not None and tp_mesh.size() > 1:
             from plait import comm
 
-            x = comm.all_gather(local.contiguous(), self.mesh, layout.dim, sizes=layout.sizes)
+            x = comm.all_gather(local.contiguous(), tp_mesh, layout.dim, sizes=layout.sizes)
             x = in_order(x, layout) if self.writes else x
         else:
             x = local
