@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from plait import comm
-from plait.errors import RankError, WeightsError
+from plait.errors import WeightsError
 from plait.hf.conversion import revert, saved_names
 from plait.run import progress
 from plait.state import ParallelState, state_of
 from plait.weights import ModuleStore, save, together
-from plait.weights.outcome import meet
+from plait.weights.outcome import ARRIVAL_S, arrive
 from plait.weights.saving import byte_count
-
-ARRIVAL_S = 10.0
-"""How long a rank waits in `save_pretrained` for the others to call it."""
 
 _HUB = ("commit_message", "create_pr", "private", "repo_id", "token")
 _IDLE = ("is_main_process", "save_peft_format")
@@ -106,28 +103,15 @@ def _refusal(model: Any, asked: str, kwargs: Mapping[str, Any]) -> WeightsError 
 
 def _meet(state: ParallelState, asked: str, refusal: WeightsError | None) -> None:
     """Wait for all ranks, but not for long, and end on all of them where one refuses."""
-    mesh = state.tp_mesh
-    before = comm.set_timeout(mesh, ARRIVAL_S)
-    try:
-        meet(mesh, "save_pretrained", failure=refusal, asked=asked)
-    except RankError as error:
-        if refusal is not None:  # the caller's own mistake, whatever became of the others
-            raise refusal from error
-        if error.asked == asked:
-            raise
-        absent = RankError(
-            asked,
-            [error.asked, *error.problems],
-            [
-                "call save_pretrained on all ranks: each gives its slices, the first one writes",
-                "what only one rank does before it may not take longer than "
-                f"{ARRIVAL_S:g} s: do it afterwards",
-            ],
-            rank=error.rank,
-        )
-        raise comm.mark_announced(absent) from error
-    finally:
-        comm.set_timeout(mesh, before)
+    ways = ["call save_pretrained on all ranks: each gives its slices, the first one writes"]
+    arrive(
+        state.tp_mesh,
+        asked,
+        "save_pretrained",
+        failure=refusal,
+        ways_out=ways,
+        seconds=ARRIVAL_S,
+    )
 
 
 def _save(

@@ -1,6 +1,6 @@
 """One outcome for all ranks: where one of them fails, all of them raise, and name it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.errors import PlaitError, RankError, WeightsError
@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+ARRIVAL_S = 10.0
+"""How long a rank waits for the others where all must make the same call."""
 
 
 def meet(
@@ -21,28 +24,28 @@ def meet(
     """Gives every rank the content of every rank, or the failure of one.
 
     Args:
-        mesh: The axis whose ranks meet; None for one process.
+        mesh: The axis whose ranks meet, or a mesh of several axes; None for one process.
         point: Where in the program this is; the same on all ranks.
         content: A small picklable value.
         failure: What went wrong on this rank, if anything.
         asked: What is being done, for the message on the other ranks; `point` by default.
 
     Returns:
-        One content for each rank of the axis, in its order.
+        One content for each rank of the mesh, in its order.
 
     Raises:
         BaseException: `failure` itself.
         RankError: Another rank failed, or is at another point.
 
     Comm:
-        One exchange of a control message.
+        One exchange of a control message on every axis.
     """
     told = [(point, None, content)]
     if mesh is not None and mesh.size() > 1:
         from plait import comm
 
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        told = comm.exchange((point, text, content), mesh)
+        told = _told_by_all((point, text, content), mesh)
         if failure is None:
             error = _difference(point if asked is None else asked, told, mesh)
             failure = None if error is None else comm.mark_announced(error)
@@ -51,6 +54,83 @@ def meet(
     if failure is not None:
         raise failure
     return [content for _, _, content in told]
+
+
+def arrive(
+    mesh: "DeviceMesh | None",
+    asked: str,
+    call: str,
+    content: Any = None,
+    failure: BaseException | None = None,
+    ways_out: Sequence[str] = (),
+    seconds: float = ARRIVAL_S,
+) -> list[Any]:
+    """Meets at the beginning of a call that all ranks must make; does not wait long for them.
+
+    Args:
+        mesh: The ranks; None for one process.
+        asked: What is being done.
+        call: The function's name.
+        content: As for `meet`.
+        failure: Why this rank refuses, if it does.
+        ways_out: What to do where a rank does not come.
+        seconds: How long to wait (between GPUs and hosts: the process group's time limit).
+
+    Returns:
+        The content of every rank.
+
+    Raises:
+        BaseException: `failure` itself, whatever became of the others.
+        RankError: Another rank refused, or did not come.
+
+    Comm:
+        One exchange of a control message on every axis.
+    """
+    from plait import comm
+
+    axes = _axes(mesh)
+    before = [comm.set_timeout(axis, seconds) for axis in axes]
+    try:
+        return meet(mesh, call, content, failure, asked)
+    except RankError as error:
+        if failure is not None:  # the caller's own mistake
+            raise failure from error
+        if error.asked == asked:
+            raise
+        absent = RankError(
+            asked,
+            [error.asked, *error.problems],
+            [
+                *ways_out,
+                "what only one rank does before it may not take longer than "
+                f"{seconds:g} s: do it afterwards",
+            ],
+            rank=error.rank,
+        )
+        raise comm.mark_announced(absent) from error
+    finally:
+        for axis, limit in zip(axes, before, strict=True):
+            comm.set_timeout(axis, limit)
+
+
+def _axes(mesh: "DeviceMesh | None") -> list["DeviceMesh"]:
+    """The axes of a mesh that have several ranks, the innermost first."""
+    if mesh is None or mesh.size() == 1:
+        return []
+    if mesh.ndim == 1:
+        return [mesh]
+    axes = [mesh[name] for name in reversed(mesh.mesh_dim_names or ())]
+    return [axis for axis in axes if axis.size() > 1]
+
+
+def _told_by_all(content: Any, mesh: "DeviceMesh") -> list[Any]:
+    """Every rank's content, in the order of `mesh.mesh.flatten()`."""
+    from plait import comm
+
+    told = [content]
+    for axis in _axes(mesh):
+        told = [one for part in comm.exchange(told, axis) for one in part]
+    return told
 
 
 def _difference(asked: str, told: list[Any], mesh: "DeviceMesh") -> RankError | None:
@@ -73,7 +153,7 @@ def together(mesh: "DeviceMesh | None", asked: str, work: Callable[[], T]) -> T:
     """Does `work` on every rank; if it fails on one, it fails on all of them.
 
     Args:
-        mesh: The axis whose ranks wait for each other; None for one process.
+        mesh: The ranks that wait for each other; None for one process.
         asked: What is being done, for the message on the ranks where it succeeded.
         work: The work; it must not communicate.
 
@@ -102,7 +182,7 @@ def settle(mesh: "DeviceMesh | None", asked: str, failure: Exception | None = No
     """Tells the other ranks how this one fares, and raises where any of them failed.
 
     Args:
-        mesh: The axis whose ranks wait for each other; None for one process.
+        mesh: The ranks that wait for each other; None for one process.
         asked: What is being done.
         failure: What went wrong on this rank, if anything.
 
