@@ -5,6 +5,7 @@ import warnings
 from typing import Any, ClassVar
 
 from plait import build, hf
+from plait import mesh as meshes
 from plait.auto.reading import randomness_of_first, read_split
 from plait.errors import LayoutError, PlaitError
 from plait.layout import DistributedConfig
@@ -117,11 +118,11 @@ class _AutoClass(metaclass=_Forwarding):
         auto_class = hf.auto_class(cls._name)
         if mesh is None:
             return auto_class.from_config(config, **kwargs)
-        tp_mesh = build.tp_axis(mesh)
+        build.tp_axis(mesh)  # refuses a mesh without one
         device = process_group.ensure(mesh.device_type)
-        with randomness_of_first(tp_mesh, device):
+        with randomness_of_first(meshes.flat(mesh), device):
             model = auto_class.from_config(config, **kwargs)
-        model.to(device)
+        model.to("cpu" if getattr(plan, "fsdp_cpu_offload", False) else device)
         return build.parallelize(model, plan, device_mesh=mesh)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plait import build, comm, hf
+from plait import mesh as meshes
 from plait.errors import WeightsError
 from plait.hf import arguments, gguf, skeleton
 from plait.hf import source as sources
@@ -22,6 +23,7 @@ from plait.layout import DistributedConfig
 from plait.run import process_group, progress
 from plait.state import ParallelState, local_part, state_of
 from plait.weights import Checkpoint, LoadReport, load, mismatches, together
+from plait.weights.sharded import fsdp_part
 from plait.weights.slots import placed_like
 
 log = logging.getLogger(__name__)
@@ -43,11 +45,11 @@ def read_split(
     name: str, path: str, config: DistributedConfig | None, mesh: DeviceMesh, kwargs: dict[str, Any]
 ) -> Any:
     """Steps in the order in which they can be refused: names first, headers next, weights last."""
-    tp_mesh = build.tp_axis(mesh)
+    tp_mesh, world = build.tp_axis(mesh), meshes.flat(mesh)
     device = process_group.ensure(mesh.device_type)
     watch = progress.Stopwatch()
     ready = together(
-        tp_mesh, f"Reading {path!r}:", lambda: _prepare(name, path, config, tp_mesh, kwargs)
+        world, f"Reading {path!r}:", lambda: _prepare(name, path, config, tp_mesh, kwargs)
     )
     source, model, conversion = ready.source, ready.model, ready.conversion
     with ready.checkpoint as checkpoint:
@@ -138,9 +140,10 @@ def _read_weights(
             checkpoint,
             conversion.recipes,
             state.layouts,
-            mesh=state.tp_mesh,
+            mesh=meshes.flat(state.mesh),
+            rank=state.tp_mesh.get_local_rank(),
             dtype_of=rule,
-            device=device,
+            device="cpu" if getattr(state.config, "fsdp_cpu_offload", False) else device,
             progress=tick,
         )
 
@@ -168,9 +171,10 @@ def _initialise(model: Any, missing: list[str], state: ParallelState, device: to
     def cut(name: str, whole: torch.Tensor) -> torch.Tensor:
         old = placeholders[name]
         assert isinstance(old, DTensor)
-        return placed_like(old, local_part(whole, state.layouts[name], rank))
+        part = local_part(whole, state.layouts[name], rank)
+        return placed_like(old, fsdp_part(part, old).clone())
 
-    with randomness_of_first(state.tp_mesh, device):
+    with randomness_of_first(meshes.flat(state.mesh), device):
         skeleton.initialise_missing(model, missing, device, cut)
     if missing:
         log.warning(

@@ -1,7 +1,8 @@
 """The ordered composition: what happens to a module, and why in that order (`compose`)."""
 
+from plait.build.axes import tp_axis
 from plait.build.checks import check
-from plait.build.compose import mesh_for, parallelize, plan_for, tp_axis
+from plait.build.compose import mesh_for, parallelize, plan_for
 from plait.build.rules import DerivedPlan, derive_plan
 
 __all__ = [

@@ -11,7 +11,9 @@
 6. Put the borders around the forwards, and around the whole, which tells the other ranks of a
    failure.
 7. For a model of transformers, bind what has to know that it is split: generate() and
-   save_pretrained(). Last, since they look at the finished borders.
+   save_pretrained(), which look at the finished borders.
+8. Shard over the data ranks, inner modules first. Last, since FSDP cuts what tensor parallelism has
+   left of each parameter, and gathers it before anything else happens in a forward.
 """
 
 import logging
@@ -22,17 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait import mesh as meshes
 from plait.build.apply import apply
+from plait.build.axes import data_axis, fsdp_axes, shard_axis, tp_axis
 from plait.build.checks import check as check_plan
 from plait.build.names import names_of
 from plait.build.proven import Check, Verdict, verdict_on
 from plait.build.root import install_root
 from plait.build.rules import Rules, TpPlan, rules_for, user_rules
+from plait.build.sharding import groups_for, shard
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
 from plait.plan.attention import with_heads
+from plait.plan.intervals import whole
 from plait.run import environment, process_group, progress
 from plait.state import STATE, ParallelState, held_fraction
 from plait.styles import ALL_PARALLEL_STYLES
@@ -98,8 +103,14 @@ def parallelize(
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
     if check is None:
         check = getattr(config, "check_plan", True)
-    plan = _proven_plan(module, chosen, mesh, config, check)
+    if fsdp_axes(mesh) is not None:
+        groups_for(module, config)  # refuses now what it will refuse at the end
+    if tp_mesh.size() == 1 and mesh.size() > 1:
+        plan = _plan(names_of(module), Rules({}), {}, 1)  # nothing is cut but by data parallelism
+    else:
+        plan = _proven_plan(module, chosen, mesh, config, check)
     _split(module, plan, mesh, config)
+    shard(module, mesh, config)
     if check is not False and plan.entries and not _ships(plan):
         progress.report(f"{type(module).__name__}: the plan derived from its structure\n{plan}")
     held = held_fraction(module)
@@ -118,9 +129,14 @@ def _split(
 ) -> nn.Module:
     """Steps 3 to 7 of the composition, the plan being known."""
     tp_mesh = tp_axis(mesh)
-    check_plan(module, plan, tp_mesh)
-    layouts = apply(module, plan, tp_mesh)
-    module.__dict__[STATE] = ParallelState(mesh, tp_mesh, plan, layouts, config)
+    if tp_mesh.size() == 1 and mesh.size() > 1:
+        layouts = {n: whole(tuple(p.shape)) for n, p in module.named_parameters()}
+    else:
+        check_plan(module, plan, tp_mesh)
+        layouts = apply(module, plan, tp_mesh)
+    module.__dict__[STATE] = ParallelState(
+        mesh, tp_mesh, plan, layouts, config, shard_axis(mesh), data_axis(mesh)
+    )
     install_root(module)
     module.__dict__["_tp_size"] = tp_mesh.size()
     module.__dict__["_tp_plan"] = plan.rules
@@ -160,7 +176,7 @@ def _proven_plan(
         inside, same = names_of(copied), rules
         if not rules.is_general:  # they number the layers of the whole model; a copy has fewer
             same = rules_for(copied, inside, base).without(left_out, reason)
-        return _split(copied, _plan(inside, same, None, tp_mesh.size()), mesh, config)
+        return _split(copied, _plan(inside, same, None, tp_mesh.size()), tp_mesh, config)
 
     verdict = verdict_on(module, rules, check, tp_mesh, split)
     while check is True and verdict.unreached and not verdict.wrong:
@@ -213,20 +229,6 @@ def mesh_for(config: ParallelismConfig, device_type: str | None = None) -> Devic
         return None
     device = process_group.ensure(device_type)
     return meshes.build(layout, device.type)
-
-
-def tp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The tensor-parallel axis of `mesh`: the one named `tp`, or its only one."""
-    names = mesh.mesh_dim_names or ()
-    if "tp" in names:
-        return meshes.axis(mesh, "tp") if mesh.ndim > 1 else mesh
-    if mesh.ndim == 1:
-        return mesh
-    raise LayoutError(
-        f"device_mesh with the axes {names or mesh.shape}:",
-        "none of them is named 'tp'",
-        ["name it: init_device_mesh(…, mesh_dim_names=(…, 'tp'))", "pass mesh['your_axis']"],
-    )
 
 
 def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> Plan:
