@@ -8,23 +8,34 @@ from plait import surgery
 from plait.comm import announce_failure
 from plait.consistency import guard
 from plait.state import state_of
+from plait.styles import randomness
 from plait.styles.layer import rebind
 
 _INNER = "_plait_inner_forward"
+_WATCH = "_plait_watch"  # what surgery remembers; another object after a module was exchanged
 
 
 def _root_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         surgery.adopt_new(module)  # a head that was put in since; see docs/how-to/surgery.md
-        inner = module.__dict__[_INNER]
-        if inner is not None:
-            return inner(*args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
+        if randomness.drops_in(module, module.__dict__.get(_WATCH)):
+            state = state_of(module)
+            assert state is not None
+            meshes = state.tp_mesh, state.data_mesh
+            return randomness.call_agreed(module, meshes, _inner, module, *args, **kwargs)
+        return _inner(module, *args, **kwargs)
     except Exception as error:
         state = state_of(module)
         if state is not None:
             announce_failure(state.tp_mesh, error)
         raise
+
+
+def _inner(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inner = module.__dict__[_INNER]
+    if inner is not None:
+        return inner(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def install_root(module: nn.Module) -> None:
@@ -36,6 +47,7 @@ def install_root(module: nn.Module) -> None:
     module.__dict__[_INNER] = module.__dict__.get("forward")
     rebind(module, _root_forward)
     surgery.install(module)
+    randomness.drops_in(module, module.__dict__.get(_WATCH))  # looked for before any compilation
     state = state_of(module)
     every = getattr(state.config, "consistency_guard", False) if state is not None else False
     if every:
