@@ -156,9 +156,8 @@ def _write(file: Path, files: Sequence[Path], tokenizer: Any, options: Data) -> 
     )
     records = text.read(files, options.text_unit, problems)
     encoder = Encoder(tokenizer, options.learn, options.fields, options.end_token)
-    features = Features(
-        {"input_ids": Sequence(Value("int32")), "learned": Sequence(Value("uint8"))}
-    )
+    kinds = {"input_ids": "int32", "learned": "uint8"}
+    features = Features({name: List(Value(kind)) for name, kind in kinds.items()})
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         written = Path(folder, file.name)
         with ArrowWriter(path=str(written), features=features) as writer:
