@@ -137,11 +137,9 @@ def test_unbuilt_fields_at_their_defaults_are_accepted():
 
 def test_all_unbuilt_and_the_arithmetic_in_one_message():
     text = refusal(
-        lambda: DistributedConfig(
-            sp_size=2, cp_size=3, enable_sequence_parallel=True, tp_size=2
-        ).resolve(2)
+        lambda: DistributedConfig(sp_size=2, cp_size=3, ep_plan={}, tp_size=2).resolve(2)
     )
-    for part in ("sp_size=2", "cp_size=3", "enable_sequence_parallel", "= 12, but WORLD_SIZE is 2"):
+    for part in ("sp_size=2", "cp_size=3", "ep_plan", "= 12, but WORLD_SIZE is 2"):
         assert part in text
 
 

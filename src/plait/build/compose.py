@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait import mesh as meshes
+from plait.build import sequence
 from plait.build.apply import apply
 from plait.build.axes import data_axis, fsdp_axes, shard_axis, tp_axis
 from plait.build.checks import check as check_plan
@@ -137,6 +138,8 @@ def _split(
     module.__dict__[STATE] = ParallelState(
         mesh, tp_mesh, plan, layouts, config, shard_axis(mesh), data_axis(mesh)
     )
+    if sequence.is_asked(config) and tp_mesh.size() > 1:
+        sequence.split_sequences(module, plan, tp_mesh)
     install_root(module)
     module.__dict__["_tp_size"] = tp_mesh.size()
     module.__dict__["_tp_plan"] = plan.rules

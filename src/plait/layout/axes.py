@@ -14,7 +14,6 @@ UNBUILT = {
     "ep_size": "expert parallelism",
     "cp_handler": "context parallelism (ring attention)",
     "sp_handler": "sequence parallelism (Ulysses)",
-    "enable_sequence_parallel": "sequence-parallel activations between tensor-parallel regions",
     "ep_implementation": "expert parallelism",
     "ep_plan": "expert parallelism",
 }

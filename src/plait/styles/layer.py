@@ -53,7 +53,7 @@ class Border:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Border":
         copied = Border(self.style, self.mesh, copy.deepcopy(self.forward, memo))
-        copied.grads = dict(self.grads)
+        copied.grads = copy.deepcopy(self.grads, memo)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

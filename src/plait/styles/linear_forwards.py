@@ -8,10 +8,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from plait.comm import all_gather, all_reduce_, copy_to, gather_from, local, split_to, sum_from
+from plait.loss.asking import asked_of, split_output
 from plait.styles.activations import to_replicate, uneven_sizes
 from plait.styles.heads import cut_of, own_features, rearranged
 from plait.styles.layer import border_of
-from plait.styles.linear_kinds import features, is_conv1d
+from plait.styles.linear_kinds import features, is_conv1d, slices
 from plait.styles.params import needed_param
 
 
@@ -41,6 +42,9 @@ def colwise_gather(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
     output = colwise_heads(module, input) if is_conv1d(module) else colwise(module, input)
     mesh = border_of(module).mesh
     sizes = uneven_sizes(features(module)[0], mesh.size())
+    asked = asked_of(module)
+    if asked is not None and "_plait_output" not in module.__dict__:
+        return split_output(output, slices(module, output, mesh), mesh, asked)
     if torch.is_grad_enabled():
         return gather_from(output, mesh, dim=-1, sizes=sizes)
     replacement = module.__dict__.get("_plait_output")
@@ -52,31 +56,67 @@ def colwise_gather(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
 
 def rowwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
     """Any plain linear layer: this rank's input features, whole output."""
+    return _summed(module, *_own_term(module, input))
+
+
+def rowwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """As `rowwise`, where the attention computes some heads twice: these are dropped first."""
+    return _summed(module, *_own_term(module, _own_heads(module, input)))
+
+
+def rowwise_split(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """Any plain linear layer: whole input, whole output."""
+    return _summed(module, *_own_term(module, _own_slice(module, input)))
+
+
+def is_rowwise(module: nn.Module) -> bool:
+    """Whether a module's forward is one of the three above, so that `rowwise_term` is its term."""
+    code = getattr(module.__dict__.get("forward"), "__code__", None)
+    return code in (rowwise.__code__, rowwise_heads.__code__, rowwise_split.__code__)
+
+
+def rowwise_term(
+    module: nn.Module, input: torch.Tensor
+) -> tuple[torch.Tensor, nn.Parameter | None]:
+    """What this rank adds to the output of a row-parallel layer, and the bias that comes after.
+
+    Args:
+        module: One for which `is_rowwise` was true when it was split.
+        input: As its forward takes it.
+    """
+    style = border_of(module).style
+    if getattr(style, "input_layouts", None) == Replicate():
+        return _own_term(module, _own_slice(module, input))
+    return _own_term(module, _own_heads(module, input))
+
+
+def _own_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    cut = cut_of(module)
+    if cut is not None and cut.real is not None and not isinstance(input, DTensor):
+        return rearranged(input, -1, cut.real)
+    return input
+
+
+def _own_slice(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    if isinstance(input, DTensor):
+        return input
+    return split_to(input, border_of(module).mesh, dim=-1)
+
+
+def _own_term(module: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter | None]:
     weight, bias = _weight_and_bias(module)
-    mesh = border_of(module).mesh
     if isinstance(input, DTensor):
         input = own_features(input, cut_of(module))
-    output = _product(module, input, local(weight))
+    return _product(module, input, local(weight)), bias
+
+
+def _summed(module: nn.Module, output: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
+    mesh = border_of(module).mesh
     if torch.is_grad_enabled():
         output = sum_from(output, mesh, fresh=True)
         return output if bias is None else output + local(bias).to(output.dtype)
     output = all_reduce_(output, mesh)
     return output if bias is None else output.add_(local(bias).to(output.dtype))
-
-
-def rowwise_heads(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    """As `rowwise`, where the attention computes some heads twice: these are dropped first."""
-    cut = cut_of(module)
-    if cut is not None and cut.real is not None and not isinstance(input, DTensor):
-        input = rearranged(input, -1, cut.real)
-    return rowwise(module, input)
-
-
-def rowwise_split(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    """Any plain linear layer: whole input, whole output."""
-    if not isinstance(input, DTensor):
-        input = split_to(input, border_of(module).mesh, dim=-1)
-    return rowwise(module, input)
 
 
 def _weight_and_bias(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:

@@ -1,0 +1,283 @@
+"""Activations split along the sequence between tensor-parallel regions, at run time.
+
+The forwards of a list of blocks, of its blocks, of the regions in them and of their row-parallel
+layers are wrapped. They share one `Tokens`, which knows how the tokens lie on the ranks while the
+blocks run; while it knows nothing, every one of them does what it did before.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
+(arXiv 2205.05198), section 4.2.2.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.comm import chunk_sizes, exchange, gather_from, split_to
+from plait.comm.handing import gather_for
+from plait.errors import PlanError
+from plait.styles.layer import first_input, rebind
+from plait.styles.randomness import split_randomness, whole_randomness
+
+_OFF: ContextVar[bool] = ContextVar("plait_whole_sequences", default=False)
+
+
+@contextlib.contextmanager
+def whole_sequences() -> Iterator[None]:
+    """In here every rank holds all tokens, as without sequence parallelism."""
+    token = _OFF.set(True)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
+
+
+class Spread(NamedTuple):
+    """How the tokens of one forward lie on the ranks.
+
+    Attributes:
+        sizes: Tokens of each rank.
+        ndim: Dims of the hidden states; tokens lie along the last but one.
+    """
+
+    sizes: tuple[int, ...]
+    ndim: int
+
+
+class Tokens:
+    """What the parts of one list of blocks share.
+
+    Attributes:
+        name: Name of the list, for messages.
+        mesh: The axis.
+        spread: How the tokens lie while the blocks run, else None.
+        is_open: Whether the forward that calls the blocks is running and may split.
+        was_open: Whether it could at its last call: what a recomputation in the backward repeats.
+    """
+
+    __slots__ = ("is_open", "latest", "mesh", "name", "spread", "was_open")
+
+    def __init__(self, name: str, mesh: DeviceMesh) -> None:
+        self.name, self.mesh = name, mesh
+        self.spread: Spread | None = None
+        self.is_open = self.was_open = False
+        self.latest: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tokens":
+        return Tokens(self.name, self.mesh)
+
+    def cut(self, x: Any) -> torch.Tensor:
+        """This rank's tokens of hidden states that every rank holds; notes how they lie."""
+        if not isinstance(x, torch.Tensor) or x.ndim < 2:
+            raise self.refusal(f"a block is called with {_shown(x)} first, not hidden states")
+        sizes = chunk_sizes(x.shape[-2], self.mesh.size())
+        self.spread = Spread(sizes, x.ndim)
+        return split_to(x, self.mesh, dim=x.ndim - 2, sizes=sizes)
+
+    def ask(self, x: torch.Tensor) -> None:
+        """Note how the tokens lie whose piece `x` is; the ranks tell each other."""
+        self.spread = Spread(tuple(exchange(x.shape[-2], self.mesh)), x.ndim)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of what a region gives whole."""
+        spread = self.checked(x, whole=True)
+        return split_to(x, self.mesh, dim=x.ndim - 2, sizes=spread.sizes)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens, for a region; regions that are called with the same tensor share them."""
+        spread, records = self.checked(x, whole=False), torch.is_grad_enabled()
+        if self.latest is not None:
+            known, version, recorded, found = self.latest
+            same = known is x and version == x._version
+            if same and recorded == records and found._version == version:
+                return found
+        whole = gather_for(x, self.mesh, x.ndim - 2, spread.sizes)
+        if not x.is_inference():
+            self.latest = (x, x._version, records, whole)
+        return whole
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens behind the last block."""
+        spread = self.checked(x, whole=False)
+        return gather_from(x, self.mesh, dim=x.ndim - 2, sizes=spread.sizes)
+
+    def checked(self, x: Any, whole: bool) -> Spread:
+        """How the tokens lie.
+
+        Raises:
+            PlanError: `x` does not hold them.
+        """
+        spread = self.spread
+        assert spread is not None
+        here = sum(spread.sizes) if whole else spread.sizes[self.mesh.get_local_rank()]
+        if isinstance(x, torch.Tensor) and x.ndim == spread.ndim and x.shape[-2] == here:
+            return spread
+        what = "all tokens" if whole else "its tokens"
+        raise self.refusal(f"a rank's part of {spread.sizes} tokens: {_shown(x)} is not {what}")
+
+    def refusal(self, problem: str) -> PlanError:
+        """The error of a model that cannot be split along the sequence."""
+        return PlanError(
+            f"Sequence parallelism in the blocks of {self.name!r}:",
+            problem,
+            ["enable_sequence_parallel=False"],
+        )
+
+
+def _shown(x: Any) -> str:
+    return f"a tensor {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+@dataclass
+class Part:
+    """What a wrapped module needs at each call.
+
+    Attributes:
+        tokens: Shared by the whole list.
+        forward: A forward that was set on the instance, or None: the class's.
+        is_first: A block: whether it is the first one of the list.
+        is_last: A block: the last one.
+        cuts_output: A region: whether its output is whole.
+    """
+
+    tokens: Tokens
+    forward: Callable[..., Any] | None
+    is_first: bool = False
+    is_last: bool = False
+    cuts_output: bool = False
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The forward that the module had before."""
+        if self.forward is not None:
+            return self.forward(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+
+_OWNER, _BLOCK, _REGION = "_plait_tokens_owner", "_plait_tokens_block", "_plait_tokens_region"
+
+
+def wrap_owner(module: nn.Module, lists: list[Tokens]) -> None:
+    """Let the forward of a module open its lists of blocks; of the whole model, with none."""
+    if _OWNER in module.__dict__:
+        module.__dict__[_OWNER][1].extend(lists)
+        return
+    module.__dict__[_OWNER] = [module.__dict__.get("forward"), list(lists)]
+    rebind(module, _owner_forward)
+
+
+def wrap_block(module: nn.Module, tokens: Tokens, *, is_first: bool, is_last: bool) -> None:
+    """Make a block one of a list: it is called with a rank's tokens, the first one with all."""
+    forward = module.__dict__.get("forward")
+    module.__dict__[_BLOCK] = Part(tokens, forward, is_first=is_first, is_last=is_last)
+    rebind(module, _block_forward)
+
+
+def wrap_region(module: nn.Module, tokens: Tokens, *, cuts_output: bool) -> None:
+    """Call a module with all tokens."""
+    forward = module.__dict__.get("forward")
+    module.__dict__[_REGION] = Part(tokens, forward, cuts_output=cuts_output)
+    rebind(module, _region_forward)
+
+
+def _owner_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward, lists = module.__dict__[_OWNER]
+    inner = forward if forward is not None else partial(type(module).forward, module)
+    is_on = not _OFF.get() and not _shows_blocks(module, kwargs)
+    before = [(t.is_open, t.spread) for t in lists]
+    for tokens in lists:
+        tokens.is_open = tokens.was_open = is_on
+        tokens.spread = None
+    try:
+        with contextlib.nullcontext() if is_on else whole_sequences():
+            output = inner(*args, **kwargs)
+        for tokens in lists:
+            if tokens.spread is not None:
+                raise tokens.refusal("the last block of the list was not called")
+        return output
+    finally:
+        for tokens, (is_open, spread) in zip(lists, before, strict=True):
+            tokens.is_open, tokens.spread, tokens.latest = is_open, spread, None
+
+
+def _shows_blocks(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the caller wants what every block gives, or some blocks may be left out."""
+    asked = kwargs.get("output_hidden_states")
+    if asked is None:
+        asked = getattr(module.__dict__.get("config"), "output_hidden_states", False)
+    left_out = module.training and bool(getattr(module, "layerdrop", 0.0))
+    return bool(asked or left_out)
+
+
+def _block_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    part: Part = module.__dict__[_BLOCK]
+    tokens = part.tokens
+    if tokens.spread is None:
+        again = tokens.was_open and torch._C._current_graph_task_id() != -1
+        if not tokens.is_open and not again:
+            return part.call(module, *args, **kwargs)
+        x, put = first_input(module, args, kwargs)
+        if tokens.is_open or part.is_first:
+            args, kwargs = put(tokens.cut(x))
+        else:  # recomputed by other means than the block's own
+            tokens.ask(x)
+    spread, goes_on = tokens.spread, False
+    try:
+        with _recomputing(module, tokens), split_randomness(tokens.mesh):
+            output = part.call(module, *args, **kwargs)
+        if part.is_last:
+            return _first_of(output, tokens.joined)
+        goes_on = tokens.is_open
+        return output
+    finally:
+        tokens.spread, tokens.latest = spread if goes_on else None, None
+
+
+@contextlib.contextmanager
+def _recomputing(module: nn.Module, tokens: Tokens) -> Iterator[None]:
+    """Let what a block of transformers computes again in the backward find the tokens as now."""
+    attributes, name = module.__dict__, "_gradient_checkpointing_func"
+    again = attributes.get(name)
+    if again is None or not (attributes.get("gradient_checkpointing") and module.training):
+        yield
+        return
+    spread = tokens.spread
+
+    def within(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, tokens.spread = tokens.spread, spread
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tokens.spread, tokens.latest = before, None
+
+    attributes[name] = lambda function, *args, **kwargs: again(
+        partial(within, function), *args, **kwargs
+    )
+    try:
+        yield
+    finally:
+        attributes[name] = again
+
+
+def _region_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    part: Part = module.__dict__[_REGION]
+    tokens = part.tokens
+    if tokens.spread is None:
+        return part.call(module, *args, **kwargs)
+    x, put = first_input(module, args, kwargs)
+    args, kwargs = put(tokens.gathered(x))
+    with whole_randomness(tokens.mesh):
+        output = part.call(module, *args, **kwargs)
+    return _first_of(output, tokens.own) if part.cuts_output else output
+
+
+def _first_of(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A module's output, its hidden states changed."""
+    if isinstance(output, tuple | list) and output:
+        return type(output)([change(output[0]), *output[1:]])
+    return change(output)
