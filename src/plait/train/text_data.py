@@ -143,7 +143,7 @@ def packing_of(data: Data, documents: TokenDocuments) -> str:
 
 def _write(file: Path, files: Sequence[Path], tokenizer: Any, options: Data) -> None:
     """Writes the documents beside `file` and puts them in its place when all is well."""
-    from datasets import Features, Value
+    from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
     if options.end_token and tokenizer.eos_token_id is None:
