@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plait import styles
+    from plait import checkpoint, loss, styles
     from plait.auto import (
         AutoModel,
         AutoModelForCausalLM,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         ParallelismConfig,
         SequenceParallelConfig,
     )
-    from plait.state import full_grads, full_state_dict, held_fraction
+    from plait.state import full_grads, full_state_dict, gathered, held_fraction
     from plait.styles import ALL_PARALLEL_STYLES, ParallelInterface, TensorParallelLayer
     from plait.surgery import adopt
 
@@ -69,7 +69,7 @@ _HOMES = {
         "ParallelismConfig",
         "SequenceParallelConfig",
     ),
-    "plait.state": ("full_grads", "full_state_dict", "held_fraction"),
+    "plait.state": ("full_grads", "full_state_dict", "gathered", "held_fraction"),
     "plait.styles": ("ALL_PARALLEL_STYLES", "ParallelInterface", "TensorParallelLayer"),
     "plait.surgery": ("adopt",),
 }
@@ -101,19 +101,22 @@ __all__ = [
     "TensorParallelLayer",
     "WeightsError",
     "adopt",
+    "checkpoint",
     "derive_plan",
     "full_grads",
     "full_state_dict",
+    "gathered",
     "guard",
     "held_fraction",
+    "loss",
     "parallelize",
     "styles",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "styles":
-        return importlib.import_module("plait.styles")
+    if name in ("checkpoint", "loss", "styles"):
+        return importlib.import_module(f"plait.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'plait' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -1,5 +1,6 @@
 """The forward of a split module as a whole: what fails on one rank is told to the others."""
 
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -7,6 +8,7 @@ from torch import nn
 from plait import surgery
 from plait.comm import announce_failure
 from plait.consistency import guard
+from plait.loss import asking
 from plait.state import state_of
 from plait.styles import randomness
 from plait.styles.layer import rebind
@@ -32,10 +34,10 @@ def _root_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inner(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    inner = module.__dict__[_INNER]
-    if inner is not None:
-        return inner(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
+    inner, state = module.__dict__[_INNER], state_of(module)
+    forward = inner if inner is not None else MethodType(type(module).forward, module)
+    data_mesh = state.data_mesh if state is not None else None
+    return asking.call(module, forward, args, kwargs, data_mesh)
 
 
 def install_root(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from plait import surgery
 from plait.build import scalars
 from plait.build.axes import fsdp_axes
 from plait.build.names import names_of
@@ -27,6 +28,7 @@ from plait.errors import PlanError
 from plait.layout import ParallelismConfig
 from plait.plan import ModelNames
 from plait.plan.shards import FREE, ShardGroup, shard_groups
+from plait.state import FREES, LAYOUT, state_of
 from plait.styles.params import set_param
 
 _BFLOAT16, _FLOAT16 = torch.bfloat16, torch.float16
@@ -84,6 +86,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
         return
     groups = groups_for(module, config)
     named = dict(module.named_modules())
+    notes = _notes(module)
     _make_contiguous(module)
     lone = scalars.reduce_alone(module, mesh)
     options: dict[str, Any] = {
@@ -96,11 +99,16 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
         part = named[group.name]
         _shard_by_dtype(part, options)
         fully_shard(part, reshard_after_forward=group.style == FREE, **options)
+        part.__dict__[FREES] = group.style == FREE
     _shard_by_dtype(module, options)
     fully_shard(module, **options)
     for part in module.modules():
         if isinstance(part, FSDPModule) and mesh.device_type == "cpu":
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+    for name, param in module.named_parameters():
+        param.__dict__.update(notes[name])
+    surgery.watch(module)
+    surgery.keep_dtype(module)
 
 
 def mixed_precision(asked: bool | str) -> MixedPrecisionPolicy:
@@ -139,6 +147,17 @@ def _ends(module: nn.Module, names: ModelNames) -> list[str]:
         if key.startswith("reads.")
     }
     return found if all(n and n not in tied and n not in read for n in found) else []
+
+
+def _notes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What is recorded on every parameter, and how it lies on the tensor-parallel axis."""
+    state = state_of(module)
+    layouts = state.layouts if state is not None else {}
+    found = {}
+    for name, param in module.named_parameters():
+        layout = {LAYOUT: layouts[name]} if name in layouts else {}
+        found[name] = {**layout, **param.__dict__}
+    return found
 
 
 def _make_contiguous(module: nn.Module) -> None:
@@ -184,6 +203,7 @@ def _shard_by_dtype(part: nn.Module, options: Mapping[str, Any]) -> None:
                 ["model.to(one dtype), with fsdp_mixed_precision=True to compute in bfloat16"],
             )
         fully_shard(owner, reshard_after_forward=True, **options)
+        owner.__dict__[FREES] = True
 
 
 def _own_modules(part: nn.Module) -> Iterator[nn.Module]:

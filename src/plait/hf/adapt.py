@@ -9,7 +9,7 @@ from torch import nn
 
 from plait.hf import generation, resizing, saving
 from plait.hf.features import bind_features
-from plait.state import STATE, ParallelState
+from plait.state import STATE, ParallelState, gathered, own_class
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -39,3 +39,17 @@ def adapt(model: Any, state: ParallelState) -> None:
         )
     if model.can_generate():
         generation.install(model, state.tp_mesh)
+        if state.data_mesh is not None:
+            model.__dict__["_plait_generate"] = model.__dict__.get("generate")
+            model.__dict__["generate"] = MethodType(_generate_gathered, model)
+
+
+def _generate_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of a sharded model: each data rank goes its own way, on gathered parameters.
+
+    All data ranks must call it, with inputs of their own and any number of new tokens.
+    """
+    own: Any = own_class(self)
+    inner = self.__dict__["_plait_generate"] or MethodType(own.generate, self)
+    with gathered(self):
+        return inner(*args, **kwargs)

@@ -59,6 +59,7 @@ def resize_token_embeddings(
     if wanted == current and not (is_asked and is_root(model)):
         return embedding
     surgery.refuse_part(model, asked)
+    surgery.refuse_sharded(model, asked)
     state = state_of(model)
     assert state is not None
     _agree(f"{asked} of a split model:", (wanted, mean_resizing), state)

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from plait import comm
 from plait.errors import WeightsError
 from plait.hf.conversion import revert, saved_names
 from plait.run import progress
-from plait.state import ParallelState, state_of
+from plait.state import ParallelState, own_class, state_of
 from plait.weights import ModuleStore, save, together
 from plait.weights.outcome import ARRIVAL_S, arrive
 from plait.weights.saving import byte_count
+from plait.weights.sharded import is_first
 
 _HUB = ("commit_message", "create_pr", "private", "repo_id", "token")
 _IDLE = ("is_main_process", "save_peft_format")
@@ -70,9 +73,9 @@ def save_pretrained(
     if _writes_here(state):
         directory = Path(save_directory)
         _save(model, state, directory, max_shard_size, variant, save_original_format)
-        together(state.tp_mesh, asked, lambda: _save_configs(model, state, directory))
+        together(_together(state), asked, lambda: _save_configs(model, state, directory))
         if push_to_hub:
-            together(state.tp_mesh, asked, lambda: _push(state, directory, kwargs))
+            together(_together(state), asked, lambda: _push(state, directory, kwargs))
     _wait_for_writer(state)
 
 
@@ -105,7 +108,7 @@ def _meet(state: ParallelState, asked: str, refusal: WeightsError | None) -> Non
     """Wait for all ranks, but not for long, and end on all of them where one refuses."""
     ways = ["call save_pretrained on all ranks: each gives its slices, the first one writes"]
     arrive(
-        state.tp_mesh,
+        _together(state),
         asked,
         "save_pretrained",
         failure=refusal,
@@ -123,17 +126,17 @@ def _save(
     original: bool,
 ) -> None:
     names = saved_names(model)
-    store = ModuleStore(model, state.layouts, state.tp_mesh, names)
+    store = ModuleStore(model, state.layouts, state.tp_mesh, names, world=_together(state))
     recipes = revert(model, names, store, None if original else [])
     report = save(store, recipes, directory, max_shard_size=max_shard_size, variant=variant)
     progress.report(f"{directory.name}: {report}")
 
 
 def _save_configs(model: Any, state: ParallelState, directory: Path) -> None:
-    if state.tp_mesh.get_local_rank() != 0:
+    if not is_first(_together(state)):
         return
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures = [own_class(model).__name__]
     if model.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save
 
@@ -145,7 +148,7 @@ def _save_configs(model: Any, state: ParallelState, directory: Path) -> None:
 
 
 def _push(state: ParallelState, directory: Path, kwargs: dict[str, Any]) -> None:
-    if state.tp_mesh.get_local_rank() != 0:
+    if not is_first(_together(state)):
         return
     from huggingface_hub import HfApi
 
@@ -160,8 +163,15 @@ def _push(state: ParallelState, directory: Path, kwargs: dict[str, Any]) -> None
     )
 
 
+def _together(state: ParallelState) -> DeviceMesh:
+    """The ranks that save together: all that hold a part of the first copy, or of any copy."""
+    return state.tp_mesh if state.data_mesh is None else state.mesh
+
+
 def _writes_here(state: ParallelState) -> bool:
-    """Whether this rank's tensor-parallel group is the first of the replicas."""
+    """Whether this rank takes part: sharded over data ranks all do, of replicas the first."""
+    if state.data_mesh is not None:
+        return True
     names = state.mesh.mesh_dim_names or ()
     others = [name for name in names if name != "tp"] if state.mesh.ndim > 1 else []
     return all(state.mesh.get_local_rank(name) == 0 for name in others)
@@ -169,7 +179,7 @@ def _writes_here(state: ParallelState) -> bool:
 
 def _wait_for_writer(state: ParallelState) -> None:
     """Return on no replica before the files are there."""
-    if state.mesh.ndim > 1:
+    if state.mesh.ndim > 1 and state.data_mesh is None:
         for name in state.mesh.mesh_dim_names or ():
             if name != "tp":
                 comm.exchange(None, state.mesh[name])

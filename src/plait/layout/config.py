@@ -22,6 +22,9 @@ CP_BACKENDS = ("ring", "torch")
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that work on a sequence split over ranks."""
 
+PRECISIONS = ("bf16", "bfloat16", "fp16", "float16")
+"""Names of the dtypes that sharded parameters can be computed in."""
+
 EP_IMPLEMENTATIONS = ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe")
 """Ways of bringing tokens to their experts."""
 
@@ -222,7 +225,8 @@ class DistributedConfig(ParallelismConfig):
         enable_sequence_parallel: Split activations along the sequence between tensor-parallel
             regions.
         fsdp_cpu_offload: Keep sharded parameters and optimizer state in host memory.
-        fsdp_mixed_precision: Compute in a lower precision than the sharded parameters have.
+        fsdp_mixed_precision: Compute in a lower precision than the sharded parameters have: True or
+            "bf16", or "fp16". Gradients are added in float32.
         ep_implementation: How tokens reach their experts: "auto", "all_to_all" or "all_reduce".
         consistency_guard: Check at every call of the model that the ranks do the same (True), or at
             every n-th (a number); see `plait.guard`.
@@ -234,7 +238,7 @@ class DistributedConfig(ParallelismConfig):
     fsdp_plan: Mapping[str, str] | str | None = None
     enable_sequence_parallel: bool = False
     fsdp_cpu_offload: bool = False
-    fsdp_mixed_precision: bool = False
+    fsdp_mixed_precision: bool | str = False
     ep_implementation: str = "auto"
     consistency_guard: bool | int = False
 
@@ -249,9 +253,12 @@ class DistributedConfig(ParallelismConfig):
             "check_plan",
             "enable_sequence_parallel",
             "fsdp_cpu_offload",
-            "fsdp_mixed_precision",
         ):
             problems.append(checks.switch(name, getattr(self, name)))
+        if self.fsdp_mixed_precision not in (True, False):
+            problems.append(
+                checks.choice("fsdp_mixed_precision", self.fsdp_mixed_precision, PRECISIONS)
+            )
         problems.append(
             checks.choice("ep_implementation", self.ep_implementation, EP_IMPLEMENTATIONS)
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan
@@ -51,6 +52,12 @@ class ParallelState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelState":
         return self  # nothing in it changes, and a mesh cannot be copied
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its author wrote it: FSDP puts one of its own before it."""
+    kind = type(module)
+    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
 
 
 def state_of(module: nn.Module) -> ParallelState | None:

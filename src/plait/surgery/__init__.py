@@ -7,12 +7,23 @@ finds it.
 
 from torch import nn
 
-from plait.surgery.adopting import adopt, adopt_new, refuse_part, settled
-from plait.surgery.keeping import keep_records
+from plait.surgery.adopting import adopt, adopt_new, refuse_part, refuse_sharded, settled
+from plait.surgery.keeping import keep_dtype, keep_records
 from plait.surgery.loading import take_whole_tensors
-from plait.surgery.watching import is_root, watch
+from plait.surgery.watching import is_root, is_sharded, watch
 
-__all__ = ["adopt", "adopt_new", "install", "is_root", "refuse_part", "settled"]
+__all__ = [
+    "adopt",
+    "adopt_new",
+    "install",
+    "is_root",
+    "is_sharded",
+    "keep_dtype",
+    "refuse_part",
+    "refuse_sharded",
+    "settled",
+    "watch",
+]
 
 
 def install(module: nn.Module) -> None:

@@ -24,6 +24,7 @@ from plait.surgery.watching import (
     has_changed,
     is_root,
     is_settled,
+    is_sharded,
     plain_parameters,
     set_settled,
     watch,
@@ -63,6 +64,10 @@ def adopt(model: nn.Module) -> tuple[str, ...]:
     if state is None:
         return ()
     refuse_part(model, "plait.adopt")
+    if is_sharded(model):
+        if has_changed(model):
+            raise _sharded("plait.adopt", model)
+        return ()
     return _adopt(model, state)
 
 
@@ -78,6 +83,8 @@ def adopt_new(model: nn.Module) -> tuple[str, ...]:
     if torch.compiler.is_compiling() or is_settled(model) or not has_changed(model):
         return ()
     state = state_of(model)
+    if is_sharded(model):
+        raise _sharded("The forward", model)
     if state is None or not plain_parameters(model):
         watch(model)
         return ()
@@ -107,6 +114,25 @@ def refuse_part(model: nn.Module, asked: str) -> None:
             "the whole remembers how its parts lie on the ranks",
             "call it on the model that was split",
         )
+
+
+def refuse_sharded(model: nn.Module, asked: str) -> None:
+    """Refuse what exchanges parameters of a model whose parameters FSDP keeps account of.
+
+    Raises:
+        PlaitError: The model is sharded over data ranks.
+    """
+    if is_sharded(model):
+        raise _sharded(asked, model)
+
+
+def _sharded(asked: str, model: nn.Module) -> PlaitError:
+    return PlaitError(
+        f"{asked} of a {type(model).__name__} that is sharded over data ranks:",
+        "modules and parameters cannot be exchanged any more: the new ones would be in no group of "
+        "FSDP, and their gradients would not be reduced",
+        ["change the model first, and call plait.parallelize then", "tp_size alone allows it"],
+    )
 
 
 def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:

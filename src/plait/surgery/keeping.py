@@ -4,7 +4,11 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from plait.errors import PlaitError
 
 
 def keep_records(part: nn.Module) -> None:
@@ -15,6 +19,36 @@ def keep_records(part: nn.Module) -> None:
     """
     if part._parameters:
         part.__dict__["_apply"] = MethodType(_apply, part)
+
+
+def keep_dtype(root: nn.Module) -> None:
+    """Refuse another dtype for a sharded model whose buffers FSDP has made for the one it had.
+
+    FSDP notes the dtype of the parameters at the first forward and would go on with it.
+    """
+    root.__dict__["_apply"] = MethodType(_apply_sharded, root)
+
+
+def _apply_sharded(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    param = next(self.parameters())
+    dtype = fn(torch.empty(0, dtype=param.dtype)).dtype
+    if dtype != param.dtype and _has_run(self):
+        raise PlaitError(
+            f"{type(self).__name__} in {dtype}, after its first forward on {param.dtype}:",
+            "the parameters are sharded over data ranks, and FSDP has noted their dtype",
+            [
+                f"convert it before the first forward, or load it with dtype={dtype}",
+                "fsdp_mixed_precision=True computes in bfloat16 and keeps the parameters",
+            ],
+        )
+    return _apply(self, fn, recurse)
+
+
+def _has_run(root: nn.Module) -> bool:
+    if not isinstance(root, FSDPModule):
+        return False
+    group = getattr(root._get_fsdp_state(), "_fsdp_param_group", None)
+    return bool(getattr(group, "_reset_sharded_params", False))
 
 
 def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:

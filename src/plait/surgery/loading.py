@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from plait.plan.intervals import ParamLayout
 from plait.state import LAYOUT, local_part
+from plait.weights.sharded import fsdp_part, tp_rank
 from plait.weights.slots import layout_of_tensor, placed_like
 
 _MARK = "_plait_takes_whole"
@@ -101,5 +102,6 @@ def _taken(given: torch.Tensor, param: DTensor, layout: ParamLayout) -> torch.Te
         if isinstance(given, DTensor):
             local = given._local_tensor
         else:
-            local = local_part(given.detach(), layout, param.device_mesh.get_local_rank())
+            local = local_part(given.detach(), layout, tp_rank(param))
+            local = fsdp_part(local, param).contiguous()
         return placed_like(param, local)

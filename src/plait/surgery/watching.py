@@ -4,21 +4,27 @@ from operator import is_
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _WATCH = "_plait_watch"
 
 
 class Watch:
-    """The contents of every table of modules and parameters below a root, as they were."""
+    """The contents of every table of modules and parameters below a root, as they were.
+
+    Args:
+        root: The module.
+        params: Whether to look at parameters; FSDP exchanges them at every forward.
+    """
 
     __slots__ = ("settled", "tables")
 
-    def __init__(self, root: nn.Module | None = None) -> None:
+    def __init__(self, root: nn.Module | None = None, params: bool = True) -> None:
         self.settled = False
         self.tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in root.modules() if root is not None else ():
-            for table in (part._modules, part._parameters):
+            for table in (part._modules, part._parameters) if params else (part._modules,):
                 if table:
                     self.tables.append((table, tuple(table.values())))
 
@@ -35,7 +41,12 @@ class Watch:
 
 def watch(root: nn.Module) -> None:
     """Remember what is in a split module now."""
-    root.__dict__[_WATCH] = Watch(root)
+    root.__dict__[_WATCH] = Watch(root, params=not is_sharded(root))
+
+
+def is_sharded(root: nn.Module) -> bool:
+    """Whether FSDP has cut the parameters once more."""
+    return isinstance(root, FSDPModule)
 
 
 def is_root(module: nn.Module) -> bool:

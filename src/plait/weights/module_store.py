@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plait.plan.intervals import ParamLayout, joined
 from plait.weights.regions import Region, copy_region
-from plait.weights.sharded import without_fsdp
+from plait.weights.sharded import is_first, without_fsdp
 from plait.weights.slots import layout_of_slot, slots_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ModuleStore:
     @property
     def writes(self) -> bool:
         """Whether this is the rank that receives the whole tensors."""
-        return self.mesh is None or self.mesh.get_local_rank() == 0
+        return is_first(self.mesh)
 
     def keys(self) -> Sequence[str]:
         """Returns the names of all tensors."""

@@ -17,6 +17,11 @@ from plait.plan.intervals import ParamLayout, Pieces, joined, length, taken
 _DATA_AXES = ("dp", "fsdp", "cp", "sp")
 
 
+def is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this rank is the first of a mesh; of one process, always."""
+    return mesh is None or not any(mesh.get_coordinate() or ())
+
+
 class Shards(NamedTuple):
     """The cut that FSDP makes of a parameter: along `dim`, rank `rank` of `num_ranks` of `axis`."""
 
