@@ -26,7 +26,7 @@ def test_tp_alone_is_the_whole_world(rank, world_size):
 @pytest.mark.ranks(4)
 def test_tp_varies_fastest(rank):
     mesh = meshes.build(layout_of(dp_replicate=2, tp=2), "cpu")
-    assert mesh.mesh_dim_names == ("dp_replicate", "tp")
+    assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
     tp = meshes.axis(mesh, "tp")
     assert (tp.ndim, tp.size()) == (1, 2)
     assert dist.get_process_group_ranks(tp.get_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -36,7 +36,9 @@ def test_tp_varies_fastest(rank):
     assert x.item() == (1.0 if rank < 2 else 5.0)
     copies = meshes.axis(mesh, "dp_replicate")
     assert dist.get_process_group_ranks(copies.get_group()) == [rank % 2, rank % 2 + 2]
-    assert meshes.coordinates(mesh) == f"rank {rank} (dp_replicate {rank // 2}, tp {rank % 2})"
+    assert meshes.coordinates(mesh) == (
+        f"rank {rank} (dp_replicate {rank // 2}, dp_shard 0, tp {rank % 2})"
+    )
 
 
 @pytest.mark.ranks(2)

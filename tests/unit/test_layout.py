@@ -83,10 +83,10 @@ def test_ways_out_name_only_what_is_built(monkeypatch):
     assert "tp 2 alone, but WORLD_SIZE is 4." in text
     assert "start 2 processes" in text
     assert "set tp_size=4" in text
-    assert "dp_" not in text
-    monkeypatch.setattr("plait.layout.arithmetic.UNBUILT", {})
-    text = refusal(lambda: ParallelismConfig(tp_size=2).resolve(4))
     assert "set dp_shard_size=2" in text
+    monkeypatch.setattr("plait.layout.arithmetic.UNBUILT", {"dp_shard_size": "sharding"})
+    text = refusal(lambda: ParallelismConfig(tp_size=2).resolve(4))
+    assert "dp_shard_size" not in text
 
 
 def test_no_launcher_is_a_no_op_with_a_line(caplog):
@@ -100,22 +100,30 @@ def test_no_launcher_is_a_no_op_with_a_line(caplog):
     assert "dp_shard 2" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SIZE_FIELDS if name != "tp_size"] + ["fsdp_size"]
-)
+@pytest.mark.parametrize("name", [name for name in SIZE_FIELDS if name in UNBUILT])
 def test_unbuilt_sizes_are_refused_by_name(name):
     text = refusal(lambda: ParallelismConfig(**{name: 2, "tp_size": 2}).resolve(4))
-    canonical = "dp_shard_size" if name == "fsdp_size" else name
-    assert f"{canonical}=2: {UNBUILT[canonical]} is not built" in text
+    assert f"{name}=2: {UNBUILT[name]} is not built" in text
+
+
+@pytest.mark.parametrize("name", ["dp_replicate_size", "dp_shard_size", "fsdp_size"])
+def test_data_axes_are_factors_of_the_world(name):
+    layout = ParallelismConfig(**{name: 2, "tp_size": 2}).resolve(4)
+    axis = "dp_replicate" if name == "dp_replicate_size" else "dp_shard"
+    assert layout.sizes[axis] == 2
+    assert layout.tp_size == 2
+
+
+def test_precisions_of_sharded_parameters():
+    assert DistributedConfig(fsdp_mixed_precision="bf16").fsdp_mixed_precision == "bf16"
+    text = refusal(lambda: DistributedConfig(fsdp_mixed_precision="bf61"))
+    assert "fsdp_mixed_precision must be one of bf16" in text
+    assert "nearest: bf16" in text
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("enable_sequence_parallel", True),
-        ("fsdp_cpu_offload", True),
-        ("fsdp_mixed_precision", True),
-        ("fsdp_plan", "auto"),
         ("ep_plan", {}),
         ("ep_implementation", "all_to_all"),
         ("cp_handler", {"a": 1}),
