@@ -1,0 +1,172 @@
+"""Saving while training goes on: a thread writes, and the ranks' threads meet by files.
+
+They may not meet by collectives, which belong to the training. Each rank leaves a report of its
+part in the folder; the first rank commits when all are there, and the others see it appear.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from plait.checkpoint import writing
+from plait.checkpoint.files import FileRecord
+from plait.checkpoint.manifest import Chunk
+from plait.checkpoint.writing import Job, Report
+from plait.errors import RankError
+
+STALL_S = 60.0
+"""How long a rank's thread waits while no file of the checkpoint grows."""
+
+_POLL_S = 0.02
+
+
+class Saving:
+    """A checkpoint that a thread is writing.
+
+    Attributes:
+        path: The checkpoint, once it is complete.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.path = job.final
+        self._failure: BaseException | None = None
+        # Not a daemon: the interpreter waits for it at its end.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="plait checkpoint")
+
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Waits until it is complete.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written; the checkpoints before it are as they were.
+            RankError: Another rank could not write its part, or is gone.
+
+        Comm: none.
+        """
+        self._thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self.path
+
+    def _run(self, job: Job) -> None:
+        try:
+            _write(job)
+        except BaseException as error:
+            self._failure = error
+
+
+_current: Saving | None = None
+
+
+def start(job: Job) -> Saving:
+    """Starts to write; the last one has been waited for."""
+    global _current
+    _current = Saving(job)
+    _current._thread.start()
+    return _current
+
+
+def finish() -> None:
+    """Waits for the save that is under way, if there is one, and raises what it has to tell."""
+    global _current
+    last, _current = _current, None
+    if last is not None:
+        last.wait()
+
+
+def _write(job: Job) -> None:
+    try:
+        report = writing.write_part(job)
+    except Exception as error:
+        _leave(job.partial, job.place.index, error=f"{type(error).__name__}: {error}")
+        raise
+    if job.place.num_ranks == 1:
+        writing.commit(job, [report])
+        return
+    _leave(job.partial, job.place.index, report)
+    if not job.place.is_first:
+        _await(job, lambda: job.final.exists() or not job.partial.exists())
+        if not job.final.exists():
+            raise RankError(job.asked, "rank 0 of the layout gave the checkpoint up", rank=0)
+        return
+    names = [_report_name(rank) for rank in range(job.place.num_ranks)]
+    _await(job, lambda: all((job.partial / name).exists() for name in names))
+    reports = [_taken(job.partial / name) for name in names]
+    try:
+        writing.commit(job, reports)
+    except Exception as error:
+        _leave(job.partial, job.place.index, error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _await(job: Job, arrived: Callable[[], bool]) -> None:
+    """Waits for other ranks, as long as their files grow."""
+    seen, since = _grown(job.partial), time.monotonic()
+    while not arrived():
+        _raise_failure(job)
+        time.sleep(_POLL_S)
+        if time.monotonic() - since > STALL_S:
+            now = _grown(job.partial)
+            if now == seen and not arrived():
+                raise RankError(
+                    job.asked, f"for {STALL_S:g} s no rank has written anything to the checkpoint"
+                )
+            seen, since = now, time.monotonic()
+
+
+def _raise_failure(job: Job) -> None:
+    for path in job.partial.glob("failure-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads(path.read_text())
+            rank = told["rank"]
+            raise RankError(job.asked, f"rank {rank} failed: {told['error']}", rank=rank)
+
+
+def _grown(folder: Path) -> list[tuple[str, int]]:
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            found.append((entry.name, entry.stat().st_size))
+    return sorted(found)
+
+
+def _report_name(rank: int) -> str:
+    return f"report-{rank:05d}.json"
+
+
+def _leave(folder: Path, rank: int, report: Report | None = None, error: str = "") -> None:
+    """Puts a report, or a failure, where the other ranks' threads look for it."""
+    if report is None:
+        name, content = f"failure-{rank:05d}.json", {"rank": rank, "error": error}
+    else:
+        name, content = _report_name(rank), asdict(report)
+    partial = folder / f".{name}.partial"
+    with contextlib.suppress(OSError) if report is None else contextlib.nullcontext():
+        partial.write_text(json.dumps(content))
+        os.replace(partial, folder / name)
+
+
+def _taken(path: Path) -> Report:
+    content = json.loads(path.read_text())
+    path.unlink()
+    files = {name: FileRecord(**file) for name, file in content["files"].items()}
+    chunks = {
+        key: [
+            Chunk((tuple(c["box"][0]), tuple(c["box"][1])), c["file"], c["offset"], c["nbytes"])
+            for c in found
+        ]
+        for key, found in content["chunks"].items()
+    }
+    return Report(files, chunks)

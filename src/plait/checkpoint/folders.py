@@ -1,0 +1,107 @@
+"""The directory of a run: one folder for each checkpoint, which appears when it is complete.
+
+step-00000010                      a checkpoint
+step-00000010-2                    the same step, saved once more
+step-00000020.partial-1f0c…        is being written, or was when its run was killed
+step-00000000.removing-93ab…       is being deleted
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+_COMMITTED = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_LEFTOVER = re.compile(r"step-\d{8,}(?:-\d+)?\.(?:partial|removing)-[0-9a-f]+")
+
+
+def committed(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, the oldest step first."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name)]
+    return sorted(found, key=_order)
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint of the highest step in a directory, or None.
+
+    One that is being written, or was when its run was killed, is not seen. Whether the files are
+    sound is looked at by `load`.
+
+    Args:
+        directory: As given to `save`.
+
+    Comm: none.
+    """
+    found = committed(Path(directory))
+    return found[-1] if found else None
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return _order(folder)[0]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is named as one checkpoint is."""
+    return _COMMITTED.fullmatch(path.name) is not None
+
+
+def new_folders(directory: Path, step: int) -> tuple[Path, Path]:
+    """Where the checkpoint of a step is written, and where it goes when it is complete."""
+    same = [_order(path)[1] for path in committed(directory) if _order(path)[0] == step]
+    again = f"-{max(same) + 1}" if same else ""
+    name = f"step-{step:08d}{again}"
+    return directory / f"{name}.partial-{secrets.token_hex(6)}", directory / name
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Makes a complete checkpoint appear under its name, and stay there after a power cut."""
+    sync(partial)
+    os.rename(partial, final)
+    sync(final.parent)
+
+
+def clean(directory: Path) -> None:
+    """Deletes what killed runs have left."""
+    for path in directory.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(directory: Path, newest: Path, keep: int | None) -> None:
+    """Deletes all but the last checkpoints; never `newest`, nor the one that was before it.
+
+    Args:
+        directory: Where they are.
+        newest: The one that was committed last; checkpoints of the same step are replaced by it.
+        keep: How many stay; None: all of other steps.
+    """
+    found = committed(directory)
+    old = [path for path in found if step_of(path) == step_of(newest) and path != newest]
+    rest = [path for path in found if path not in old]
+    if keep is not None:
+        old += [path for path in rest[:-keep] if path != newest]
+    for path in old:
+        gone = path.with_name(f"{path.name}.removing-{secrets.token_hex(6)}")
+        with contextlib.suppress(OSError):  # the next save cleans up
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    found = _COMMITTED.fullmatch(folder.name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 1)
