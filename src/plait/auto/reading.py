@@ -2,13 +2,12 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -53,7 +52,7 @@ def read_split(
     )
     source, model, conversion = ready.source, ready.model, ready.conversion
     with ready.checkpoint as checkpoint:
-        _untie(model, conversion.untied)
+        skeleton.untie(model, conversion.untied)
         build.parallelize(model, config, device_mesh=mesh)
         state = state_of(model)
         assert state is not None
@@ -192,16 +191,6 @@ def randomness_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[None
     states = comm.exchange(capture(device) if first else None, mesh)[0]
     with borrowed(None if first else states, device):
         yield
-
-
-def _untie(model: Any, names: Sequence[str]) -> None:
-    """Give names that the checkpoint stores apart a parameter of their own."""
-    for name in names:
-        owner, _, local_name = name.rpartition(".")
-        module = model.get_submodule(owner)
-        tied = module._parameters[local_name]
-        module._parameters[local_name] = nn.Parameter(torch.empty_like(tied), tied.requires_grad)
-        model.all_tied_weights_keys.pop(name, None)
 
 
 def _stored_dtype(source: sources.Source) -> torch.dtype | None:

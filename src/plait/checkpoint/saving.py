@@ -21,6 +21,7 @@ from plait.checkpoint.ranks import Place, place_of
 from plait.checkpoint.writing import Job
 from plait.errors import CheckpointError
 from plait.run import environment
+from plait.state import own_class
 from plait.weights.loading import human_bytes
 from plait.weights.outcome import agree, arrive, meet, settle, together
 
@@ -92,7 +93,8 @@ def save(  # noqa: PLR0913 (what a training is made of)
     try:
         background.finish()
         _check_arguments(asked, mesh, step, keep)
-        collected = _collect(asked, model, (optimizer, scheduler, data, extra, tokenizer))
+        given = (optimizer, scheduler, data, extra, tokenizer)
+        collected = _collect(asked, model, given, place.is_first)
     except Exception as error:
         failure = error
     told = arrive(
@@ -120,7 +122,7 @@ def save(  # noqa: PLR0913 (what a training is made of)
         training=collected.training,
         tied=collected.model.tied,
         pretrained=collected.pretrained,
-        model_class=type(model).__name__,
+        model_class=own_class(model).__name__,
         keep=keep,
     )
     if asynchronous:
@@ -163,7 +165,7 @@ def _check_arguments(asked: str, mesh: "DeviceMesh | None", step: object, keep: 
         raise CheckpointError(asked, problems, "plait.parallelize the model first" * (mesh is None))
 
 
-def _collect(asked: str, model: nn.Module, given: tuple[Any, ...]) -> _Collected:
+def _collect(asked: str, model: nn.Module, given: tuple[Any, ...], is_first: bool) -> _Collected:
     """Everything that this rank holds, and all refusals that it can know of by itself."""
     optimizer, scheduler, data, extra, tokenizer = given
     held = held_model(model)
@@ -182,9 +184,8 @@ def _collect(asked: str, model: nn.Module, given: tuple[Any, ...]) -> _Collected
         extra_state=dict(held.extra),
     )
     own = packed(asked, rng=randomness.capture(), data=None if data is None else data.state_dict())
-    return _Collected(
-        held, {**held.keyed(), **states.tensors}, training, own, pretrained(model, tokenizer)
-    )
+    beside = pretrained(model, held, tokenizer) if is_first else None
+    return _Collected(held, {**held.keyed(), **states.tensors}, training, own, beside)
 
 
 def _boxes(collected: _Collected) -> dict[str, list[Any]]:

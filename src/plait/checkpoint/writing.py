@@ -130,11 +130,8 @@ def _commit(job: Job, reports: Sequence[Report]) -> None:
     about: dict[str, Any] = {"plait": version("plait"), "torch": torch.__version__}
     about["model_class"] = job.model_class
     if job.pretrained is not None:
-        inner = job.partial / manifest.PRETRAINED
-        about["stored_names"] = job.pretrained.write(inner)
-        for path in sorted(inner.rglob("*")):
-            if path.is_file():
-                files[path.relative_to(job.partial).as_posix()] = record(path)
+        files |= job.pretrained.write(job.partial)
+        about["stored"] = job.pretrained.stored
     tensors = {
         key: StoredTensor(
             shape,

@@ -1,6 +1,5 @@
 """save_pretrained() of a split model: an ordinary checkpoint, gathered tensor by tensor."""
 
-import contextlib
 import difflib
 import os
 from collections.abc import Mapping
@@ -12,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait import comm
 from plait.errors import WeightsError
 from plait.hf.conversion import revert, saved_names
+from plait.hf.exporting import write_configs
 from plait.run import progress
-from plait.state import ParallelState, own_class, state_of
+from plait.state import ParallelState, state_of
 from plait.weights import ModuleStore, save, together
 from plait.weights.outcome import ARRIVAL_S, arrive
 from plait.weights.saving import byte_count
@@ -133,18 +133,8 @@ def _save(
 
 
 def _save_configs(model: Any, state: ParallelState, directory: Path) -> None:
-    if not is_first(_together(state)):
-        return
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [own_class(model).__name__]
-    if model.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, directory, config=model.config)
-    model.config.save_pretrained(directory)
-    if model.can_generate():
-        with contextlib.suppress(AttributeError):  # a model may generate without such a config
-            model.generation_config.save_pretrained(directory)
+    if is_first(_together(state)):
+        write_configs(model, directory)
 
 
 def _push(state: ParallelState, directory: Path, kwargs: dict[str, Any]) -> None:

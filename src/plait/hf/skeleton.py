@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -178,6 +178,16 @@ def empty_model(
     model.tie_weights()  # left out with the initialisation of the weights
     model.eval()
     return model
+
+
+def untie(model: Any, names: Iterable[str]) -> None:
+    """Give names that a config ties a parameter of their own."""
+    for name in names:
+        owner, _, local_name = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tied = module._parameters[local_name]
+        module._parameters[local_name] = nn.Parameter(torch.empty_like(tied), tied.requires_grad)
+        model.all_tied_weights_keys.pop(name, None)
 
 
 def dtype_rule(model: Any, dtype: torch.dtype) -> Callable[[str, torch.dtype], torch.dtype]:
