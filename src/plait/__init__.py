@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from plait.state import full_grads, full_state_dict, gathered, held_fraction
     from plait.styles import ALL_PARALLEL_STYLES, ParallelInterface, TensorParallelLayer
     from plait.surgery import adopt
+    from plait.train import Accelerator
 
 __version__ = "0.1.0"
 
@@ -72,11 +73,13 @@ _HOMES = {
     "plait.state": ("full_grads", "full_state_dict", "gathered", "held_fraction"),
     "plait.styles": ("ALL_PARALLEL_STYLES", "ParallelInterface", "TensorParallelLayer"),
     "plait.surgery": ("adopt",),
+    "plait.train": ("Accelerator",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ALL_PARALLEL_STYLES",
+    "Accelerator",
     "AutoModel",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",

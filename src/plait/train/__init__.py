@@ -1,0 +1,31 @@
+"""Training over any layout: loaders, accumulation, trackers, and `Accelerator` in front of them."""
+
+from plait.train.accelerator import Accelerator
+from plait.train.accumulation import Window, no_sync
+from plait.train.loader import DataRankLoader, data_loader, skip_first_batches
+from plait.train.places import Places, places_for, places_on
+from plait.train.settings import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from plait.train.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+
+__all__ = [
+    "Accelerator",
+    "DataLoaderConfiguration",
+    "DataRankLoader",
+    "GradientAccumulationPlugin",
+    "JsonlTracker",
+    "Places",
+    "ProjectConfiguration",
+    "TensorBoardTracker",
+    "Tracker",
+    "WandbTracker",
+    "Window",
+    "data_loader",
+    "no_sync",
+    "places_for",
+    "places_on",
+    "skip_first_batches",
+]

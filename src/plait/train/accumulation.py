@@ -1,0 +1,232 @@
+"""Gradients of several micro-batches that are those of one large batch.
+
+Each loss is a mean over a number of tokens, N₁, N₂, … of the whole global micro-batch. The mean
+over all tokens is Σ Nᵢ Lᵢ / Σ Nᵢ, and so is its gradient: every backward pass is weighed by its
+count, and the gradients are divided by the total once, after the last. Counts are taken relative to
+the first one, so that the gradients in between have the size of ordinary ones.
+
+Until the last micro-step the ranks reduce nothing: FSDP keeps whole gradients meanwhile, as much
+memory as the unsharded parameters that a rank computes with. `sync_each_batch` reduces each time
+and keeps chunks.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from plait import comm
+from plait.loss.reduction import TOKENS
+from plait.train.turns import Turn
+
+
+def set_sync(model: nn.Module, sync: bool) -> None:
+    """Whether the next backward passes of a model reduce gradients over its data ranks.
+
+    Args:
+        model: One that FSDP shards, or any other, for which there is nothing to do.
+        sync: False: gradients are kept on each rank until a pass with True.
+    """
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(sync, recurse=False)
+
+
+@contextlib.contextmanager
+def no_sync(*models: nn.Module) -> Iterator[None]:
+    """In this block, backward passes reduce nothing over the data ranks."""
+    for model in models:
+        set_sync(model, False)
+    try:
+        yield
+    finally:
+        for model in models:
+            set_sync(model, True)
+
+
+_LAST_COUNT = "_plait_last_count"  # where plait.loss.last_count looks
+
+
+class Window:
+    """The micro-steps that lead to one optimizer step.
+
+    ```python
+    window = Window(steps=4)
+    for number, batch in enumerate(batches, 1):
+        with window.micro_step(model, end=number == len(batches)):
+            window.backward(model(**batch).loss)
+            if window.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    ```
+
+    Attributes:
+        steps: Micro-steps for each optimizer step.
+        sync_each_batch: Reduce gradients in every micro-step.
+        is_last: Whether this micro-step, or the one before the next, ends the window.
+    """
+
+    def __init__(self, steps: int = 1, *, sync_each_batch: bool = False) -> None:
+        self.steps, self.sync_each_batch = steps, sync_each_batch
+        self.is_last = True
+        self._step = 0  # micro-steps since the last window ended at a multiple of `steps`
+        self._models: Sequence[nn.Module] = ()
+        self._counts: dict[int, Any] = {}  # what the models had counted before this micro-step
+        self._open = False  # inside of micro_step
+        self._weight: float | None = None  # of this micro-step, from its first backward
+        self._reference: float | None = None
+        self._total = 0.0
+        self._divided = False
+        self._sum: torch.Tensor | None = None
+        self._sum_is_global = True
+
+    @property
+    def may_clear(self) -> bool:
+        """Whether gradients may be cleared now: not in the middle of a window."""
+        return not self._open or self._total == 0.0 or (self.is_last and self._divided)
+
+    @contextlib.contextmanager
+    def micro_step(self, *models: nn.Module, end: bool = False) -> Iterator[None]:
+        """One forward and backward pass of a window.
+
+        Args:
+            models: Those whose gradients are accumulated.
+            end: There is no further batch: the window ends here, complete or not.
+        """
+        self.begin(*models, end=end)
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def begin(self, *models: nn.Module, end: bool = False) -> None:
+        """Begin a micro-step; see `micro_step`."""
+        if self.is_last:
+            self._reference, self._total, self._divided = None, 0.0, False
+            self._sum, self._sum_is_global = None, True
+        self._step = 0 if end else self._step + 1
+        self.is_last = end or self._step % self.steps == 0
+        self._weight, self._open, self._models = None, True, models
+        self._look(models)
+        for model in models:
+            set_sync(model, self.is_last or self.sync_each_batch)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        turn: Turn | None = None,
+        data_rank: int = 0,
+        scaler: Any = None,
+        **options: Any,
+    ) -> None:
+        """The backward pass of one loss, weighed; divides the gradients after the last.
+
+        A loss without a count is taken for a mean over this rank's samples, where `turn` says how
+        many each rank has, and else weighs as much as any other. Several passes in one micro-step
+        share the weight of the first.
+
+        Args:
+            loss: A number; the mean over the micro-batch.
+            turn: What the data ranks have in this step.
+            data_rank: Which of them this rank is.
+            scaler: A `torch.amp.GradScaler` through which it goes.
+            **options: For `torch.Tensor.backward`.
+
+        Comm: that of the model's backward.
+        """
+        counted = loss.__dict__.get(TOKENS, self._new_count())
+        share = 1.0
+        if counted is None and turn is not None and turn.num_samples:
+            share = turn.sizes[data_rank] * len(turn.sizes) / turn.num_samples
+        if self._open:
+            weight = self._weigh(counted, turn)
+        else:
+            weight = 1 / self.steps
+        factor = share * (weight / self._total if self._divided else weight)
+        self._note(loss.detach(), weight * share, counted is not None)
+        weighed = loss if factor == 1.0 else loss * factor
+        if scaler is not None:
+            weighed = scaler.scale(weighed)
+        weighed.backward(**options)
+        self._look(self._models)
+        if self._open and self.is_last and not self._divided:
+            divide_gradients(self._models, self._total)
+            self._divided = True
+
+    def mean_loss(self, data_mesh: DeviceMesh | None = None) -> torch.Tensor | None:
+        """The loss of the whole window so far, over all its tokens; None before the first.
+
+        Args:
+            data_mesh: The ranks that see other samples.
+
+        Comm: one all-reduce of a number, if the losses were not means over all ranks already.
+        """
+        if self._sum is None:
+            return None
+        mean = self._sum / self._total if self._total else self._sum
+        if data_mesh is not None and not self._sum_is_global:
+            mean = comm.all_reduce(mean, data_mesh) / data_mesh.size()
+        return mean
+
+    def _weigh(self, counted: Any, turn: Turn | None) -> float:
+        """The weight of this micro-step; counts are read where there is more than one."""
+        if self._weight is None:
+            count = 1.0
+            if self.steps > 1 and counted is not None:
+                count = float(counted)
+            elif self.steps > 1 and turn is not None and turn.num_samples:
+                count = float(turn.num_samples)
+            if self._reference is None and count > 0:
+                self._reference = count
+            self._weight = count / (self._reference or 1.0)
+            self._total += self._weight
+        return self._weight
+
+    def _look(self, models: Sequence[nn.Module]) -> None:
+        self._counts = {id(model): _count(model) for model in models}
+
+    def _new_count(self) -> Any:
+        """What a model has counted since the last look: a loss made of its loss has no note."""
+        for model in self._models:
+            count = _count(model)
+            if count is not None and count is not self._counts.get(id(model)):
+                return count
+        return None
+
+    def _note(self, loss: torch.Tensor, weight: float, is_global: bool) -> None:
+        term = loss * weight if weight else torch.zeros_like(loss)
+        self._sum = term if self._sum is None else self._sum + term
+        self._sum_is_global = self._sum_is_global and is_global
+
+
+def _count(model: nn.Module) -> Any:
+    """The very object that the model's last call with labels left."""
+    return model.__dict__.get(_LAST_COUNT)
+
+
+@torch.no_grad()
+def divide_gradients(models: Sequence[nn.Module], total: float) -> None:
+    """Divide every gradient, in place.
+
+    Args:
+        models: Whose parameters.
+        total: By what; 0 and 1 leave them.
+
+    Comm: none.
+    """
+    if total in (0.0, 1.0):
+        return
+    grads: dict[int, torch.Tensor] = {}
+    for model in models:
+        for param in model.parameters():
+            if param.grad is not None:
+                grad = param.grad
+                grads[id(param)] = grad._local_tensor if isinstance(grad, DTensor) else grad
+    if grads:
+        torch._foreach_div_(list(grads.values()), total)

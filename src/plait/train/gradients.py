@@ -1,0 +1,191 @@
+"""The part of `Accelerator` between a loss and an optimizer step."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from plait import comm
+from plait.errors import PlaitError
+from plait.train import accumulation, precision, preparing
+from plait.train.loader import Running
+from plait.train.saving import States
+
+
+class Gradients(States):
+    """Backward, accumulation, clipping, and when optimizers and schedulers step.
+
+    Attributes:
+        window: The micro-steps that are being accumulated.
+    """
+
+    window: accumulation.Window
+    step_scheduler_with_optimizer: bool
+    sync_with_dataloader: bool
+
+    def _begin_gradients(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self.scaler = precision.scaler_for(self.device.type, dtype)
+        self._running = Running()
+        self._in_scaler = self._stepped = False
+        self._skipped: set[int] = set()
+        self._unscaled: set[int] = set()
+        self._known: set[int] = set()
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-step ends with an optimizer step."""
+        return self.window.is_last
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps for each optimizer step."""
+        return self.window.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.window.steps = steps
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-step. The end of the loader ends the window, complete or not.
+
+        Args:
+            *models: Those whose gradients are accumulated; by default all that were prepared.
+        """
+        current = self._running.current
+        end = self.sync_with_dataloader and current is not None and current.is_last
+        with self.window.micro_step(*(models or self.models), end=end):
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self, *models: nn.Module) -> Iterator[None]:
+        """In this block, backward passes reduce nothing over the data ranks."""
+        with accumulation.no_sync(*(models or self.models)):
+            yield
+
+    def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
+        """The backward pass, weighed so that the window's gradient is that of all its tokens.
+
+        A loss that a prepared model computed from labels knows its number of tokens. Any other is
+        taken for a mean over the samples of this rank's batch.
+
+        Comm: that of the model's backward.
+        """
+        current = self._running.current
+        try:
+            self.window.backward(
+                loss,
+                turn=None if current is None else current.turn,
+                data_rank=self.places.data_rank,
+                scaler=self.scaler,
+                **arguments,
+            )
+        except Exception as error:
+            comm.announce_failure(None, error)
+            raise
+
+    def window_loss(self) -> torch.Tensor | None:
+        """The loss of the current window over all its tokens, on all ranks alike.
+
+        Comm: one all-reduce of a number, if the losses were not means over all ranks already.
+        """
+        return self.window.mean_loss(self.places.data_mesh)
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm, over all ranks, is at most `max_norm`.
+
+        Args:
+            parameters: Whose gradients.
+            max_norm: The limit.
+            norm_type: Of the norm; `inf` too.
+
+        Returns:
+            The norm before, as one process would have it; an ordinary tensor. While gradients are
+            accumulated nothing is done, and it is NaN.
+
+        Comm: all-reduces of one number for each kind of placement.
+        """
+        if not self.sync_gradients:
+            return torch.tensor(float("nan"), device=self.device)
+        self.unscale_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def clip_grad_value_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
+    ) -> None:
+        """Limit every element of the gradients; nothing while they are accumulated."""
+        if self.sync_gradients:
+            self.unscale_gradients()
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Take the scale of a float16 loss out of the gradients, once for each step."""
+        if self.scaler is None:
+            return
+        for each in self.optimizers if optimizer is None else [optimizer]:
+            if id(each) not in self._unscaled:
+                self._unscaled.add(id(each))
+                self.scaler.unscale_(each)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left its last step out: a float16 gradient was not finite."""
+        return bool(self._skipped)
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """A context that computes as prepared models do, for what is outside of them."""
+        return precision.autocast(self.device.type, self._dtype)
+
+    def _step(self, optimizer: Optimizer, own_step: Any, arguments: tuple[Any, ...]) -> Any:
+        if self._in_scaler:
+            self._stepped = True
+            return own_step(*arguments)
+        if not self.sync_gradients:
+            return None
+        self._refuse_strangers(optimizer)
+        if self.scaler is None:
+            return own_step(*arguments)
+        self._in_scaler, self._stepped = True, False
+        try:
+            result = self.scaler.step(optimizer, *arguments)
+        finally:
+            self._in_scaler = False
+        self.scaler.update()
+        self._unscaled.discard(id(optimizer))
+        self._skipped.discard(id(optimizer))
+        if not self._stepped:
+            self._skipped.add(id(optimizer))
+        return result
+
+    def _zero_grad(self, optimizer: Optimizer, own_zero_grad: Any, set_to_none: bool) -> None:
+        if self.window.may_clear:
+            own_zero_grad(set_to_none)
+
+    def _scheduler_steps(self) -> bool:
+        if not self.step_scheduler_with_optimizer:
+            return True
+        return self.sync_gradients and not self.optimizer_step_was_skipped
+
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        if self.places.mesh is None or id(optimizer) in self._known:
+            return
+        count = preparing.strangers(optimizer, self.models)
+        if count:
+            raise PlaitError(
+                f"A step of {type(optimizer).__name__} on {self.places.layout}:",
+                f"{count} of its parameters belong to no prepared model, so that the ranks' "
+                "gradients would not be brought together",
+                ["prepare(…) every model that the optimizer trains"],
+            )
+        self._known.add(id(optimizer))
