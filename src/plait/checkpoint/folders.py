@@ -13,6 +13,9 @@ import secrets
 import shutil
 from pathlib import Path
 
+from plait.errors import CheckpointError
+from plait.weights.loading import human_bytes
+
 _COMMITTED = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _LEFTOVER = re.compile(r"step-\d{8,}(?:-\d+)?\.(?:partial|removing)-[0-9a-f]+")
 
@@ -56,6 +59,41 @@ def new_folders(directory: Path, step: int) -> tuple[Path, Path]:
     again = f"-{max(same) + 1}" if same else ""
     name = f"step-{step:08d}{again}"
     return directory / f"{name}.partial-{secrets.token_hex(6)}", directory / name
+
+
+def begin(asked: str, directory: Path, step: int | None, needed: int) -> tuple[Path, Path]:
+    """Makes the folder that a checkpoint is written to, and deletes what killed runs have left.
+
+    Args:
+        asked: For messages.
+        directory: The run's.
+        step: The step; by default one more than that of the latest checkpoint.
+        needed: Bytes that it will take.
+
+    Returns:
+        That folder, and what it becomes.
+
+    Raises:
+        CheckpointError: The directory cannot be written, or the disk is too small.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        clean(directory)
+        if step is None:
+            last = latest(directory)
+            step = 0 if last is None else step_of(last) + 1
+        partial, final = new_folders(directory, step)
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            raise CheckpointError(
+                asked,
+                f"it takes {human_bytes(needed)}, the disk has {human_bytes(free)}",
+                ["keep fewer checkpoints (keep=1)", "give another directory"],
+            )
+        partial.mkdir()
+    except OSError as error:
+        raise CheckpointError(asked, f"the directory cannot be written: {error}") from error
+    return partial, final
 
 
 def commit(partial: Path, final: Path) -> None:

@@ -112,6 +112,18 @@ def load(
     return Loaded(stored.step, dict(ready.training["extra"]), folder)
 
 
+def open_checkpoint(asked: str, directory: Path, step: int | None) -> tuple[Path, Manifest]:
+    """One checkpoint, all of it checked by this process alone.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    folder = _choose(asked, directory, step)
+    stored = _sound(asked, folder)
+    _check_content(asked, folder, stored, place_of(None))
+    return folder, stored
+
+
 def _choose(asked: str, directory: Path, step: int | None) -> Path:
     """The folder that is meant."""
     if step is None and (directory / manifest.NAME).exists():
@@ -279,7 +291,8 @@ def _fill(
             given["scheduler"].load_state_dict(ready.training["scheduler"])
         if given["data"] is not None:
             given["data"].load_state_dict(ready.own["data"])
-        randomness.restore(ready.own["rng"])
+        if ready.own["rng"] is not None:  # none where it came from the files of a model
+            randomness.restore(ready.own["rng"])
     except Exception as error:
         failure = error
     settle(mesh, asked, failure)

@@ -1,7 +1,6 @@
 """Saving the state of a training: every rank its part, all or nothing."""
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from plait.checkpoint.writing import Job
 from plait.errors import CheckpointError
 from plait.run import environment
 from plait.state import own_class
-from plait.weights.loading import human_bytes
 from plait.weights.outcome import agree, arrive, meet, settle, together
 
 if TYPE_CHECKING:
@@ -206,30 +204,9 @@ def _begin(
     failure: Exception | None = None
     if place.is_first:
         try:
-            partial, final = _make_folder(asked, directory, step, needed)
+            partial, final = folders.begin(asked, directory, step, needed)
             names = partial.name, final.name
         except Exception as error:
             failure = error
     told = meet(mesh, "the folder is made", names, failure, asked)
     return directory / told[0][0], directory / told[0][1]
-
-
-def _make_folder(asked: str, directory: Path, step: int | None, needed: int) -> tuple[Path, Path]:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        folders.clean(directory)
-        if step is None:
-            last = folders.latest(directory)
-            step = 0 if last is None else folders.step_of(last) + 1
-        partial, final = folders.new_folders(directory, step)
-        free = shutil.disk_usage(directory).free
-        if free < needed:
-            raise CheckpointError(
-                asked,
-                f"it takes {human_bytes(needed)}, the disk has {human_bytes(free)}",
-                ["keep fewer checkpoints (keep=1)", "give another directory"],
-            )
-        partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(asked, f"the directory cannot be written: {error}") from error
-    return partial, final

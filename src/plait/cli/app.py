@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import plait
-from plait.cli import chat, check, generate, inspect, verify
+from plait.cli import chat, check, convert, generate, inspect, train, verify
 from plait.cli.options import PARENT_PRINTS
 
 __all__ = ["PARENT_PRINTS", "app", "main"]
@@ -38,9 +38,11 @@ def _options(
 
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
+app.command("train")(train.command)
 app.command("check")(check.command)
 app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
+app.command("convert")(convert.command)
 
 
 def main(mode: str | None = None) -> None:

@@ -7,7 +7,7 @@ tensors become those of the files.
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,14 @@ def described(stored: Mapping[str, Sequence[Any]]) -> Described:
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in stored.items()}
 
 
-def empty_copy(folder: Path, class_name: str, separate: Iterable[str]) -> Any:
+def empty_copy(folder: Path, class_name: str, stored: Collection[str]) -> Any:
     """The model of a config, on the meta device.
 
     Args:
         folder: Where its config.json is.
         class_name: Its class in transformers.
-        separate: Names that its config may tie, but that have tensors of their own.
+        stored: The names under which its tensors are stored; names that the config ties and that
+            are both there have tensors of their own.
 
     Raises:
         PlaitError: transformers has no such class.
@@ -129,7 +130,8 @@ def empty_copy(folder: Path, class_name: str, separate: Iterable[str]) -> Any:
         )
     dtype = skeleton.choose_dtype(None, config, lambda: None)
     model = skeleton.empty_model(None, config, dtype, {}, made_by=made_by)
-    skeleton.untie(model, separate)
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    skeleton.untie(model, [n for n, other in tied.items() if n in stored and other in stored])
     return model
 
 

@@ -22,9 +22,9 @@ from plait.errors import WeightsError
 from plait.shapes.safetensors import DTYPE_BITS, encode_header
 from plait.weights.loading import human_bytes
 from plait.weights.mapped import NAMES
-from plait.weights.module_store import ModuleStore
 from plait.weights.outcome import agree, settle, together
 from plait.weights.recipes import Recipe, Source
+from plait.weights.store import WholeStore
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -110,7 +110,7 @@ class _File:
 
 
 def save(
-    store: ModuleStore,
+    store: WholeStore,
     recipes: Mapping[str, Recipe] | None,
     directory: str | os.PathLike[str],
     *,
@@ -194,7 +194,7 @@ def byte_count(size: object) -> int:
 
 
 def _written(
-    store: ModuleStore,
+    store: WholeStore,
     items: list[_Item],
     asked: str,
     files: list[_File],
@@ -226,7 +226,7 @@ def _nothing() -> None:
     """What the ranks that do not write do."""
 
 
-def _value(store: ModuleStore, item: _Item) -> Tensor:
+def _value(store: WholeStore, item: _Item) -> Tensor:
     """The whole tensor on the CPU; no copy where the store holds it as it is."""
     if isinstance(item.recipe, Source):
         return store.whole(item.recipe.key)
