@@ -37,7 +37,7 @@ def needs_ranks(tp: int) -> bool:
     return False
 
 
-def start(arguments: Sequence[str], num_ranks: int, debug: bool = False) -> None:
+def start(arguments: Sequence[str], num_ranks: int, debug: bool = False, grace_s: int = 5) -> None:
     """Runs `plait ARGUMENTS` on `num_ranks` processes of this machine and waits for them.
 
     torch's elastic launcher starts them, as torchrun does; its rendezvous picks a free port.
@@ -46,6 +46,7 @@ def start(arguments: Sequence[str], num_ranks: int, debug: bool = False) -> None
         arguments: The command line after `plait`.
         num_ranks: Number of processes.
         debug: Show the launcher's own log.
+        grace_s: How long the processes have to end after Ctrl-C.
 
     Raises:
         RankError: A process failed; the message is that of the first one.
@@ -67,7 +68,7 @@ def start(arguments: Sequence[str], num_ranks: int, debug: bool = False) -> None
             rdzv_endpoint="localhost:0",
             max_restarts=0,
             local_addr="localhost",
-            shutdown_timeout=5,
+            shutdown_timeout=grace_s,
         )
         try:
             elastic_launch(config, sys.executable)("-m", "plait.cli.rank", *arguments)

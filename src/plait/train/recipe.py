@@ -23,6 +23,9 @@ SECTIONS: dict[str, type] = {
 }
 """The blocks of a recipe. Above them stand `model` and `output`."""
 
+RECIPE = "recipe.yaml"
+"""Name of the recipe in the output directory."""
+
 SUFFIXES = (".yaml", ".yml")
 
 

@@ -223,9 +223,6 @@ class Training:
         optional(one_of("sdpa", "eager", "flex_attention")), "attention of the model"
     )
     seed: int = setting(whole(0), "of the order of the rows, of dropout, of new weights", 0)
-    device: str | None = setting(
-        optional(one_of("cpu", "cuda")), "cuda where there is one, unless given"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,3 +75,28 @@ def optimizer(model: nn.Module, recipe: Optimizer) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         groups(model, recipe.weight_decay), lr=recipe.lr, betas=recipe.betas, eps=recipe.eps
     )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the groups of an optimizer are set to, without their parameters."""
+    return [{k: x for k, x in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def restore(
+    optimizer: torch.optim.Optimizer, scheduler: Any, settings: list[dict[str, Any]]
+) -> None:
+    """Give a resumed run the settings of its own recipe, at the step of the checkpoint.
+
+    A checkpoint brings the learning rate, decay and so on of the run that wrote it.
+
+    Args:
+        optimizer: As it was loaded.
+        scheduler: Its scheduler, as it was loaded.
+        settings: From `settings_of`, before the checkpoint was loaded.
+    """
+    scheduler.base_lrs[:] = [group["initial_lr"] for group in settings]
+    for group, own, rate in zip(
+        optimizer.param_groups, settings, scheduler.lr_lambdas, strict=True
+    ):
+        group.update(own)
+        group["lr"] = own["initial_lr"] * rate(scheduler.last_epoch)
