@@ -20,7 +20,7 @@ from plait.hf.conversion import Conversion, convert
 from plait.hf.generation.randomness import borrowed, capture
 from plait.layout import DistributedConfig
 from plait.run import process_group, progress
-from plait.state import ParallelState, local_part, state_of
+from plait.state import ParallelState, local_part, own_class, state_of
 from plait.weights import Checkpoint, LoadReport, load, mismatches, together
 from plait.weights.sharded import fsdp_part
 from plait.weights.slots import placed_like
@@ -178,7 +178,7 @@ def _initialise(model: Any, missing: list[str], state: ParallelState, device: to
     if missing:
         log.warning(
             "%s: %d tensors are in no file, or in another shape, and were initialised: %s",
-            type(model).__name__,
+            own_class(model).__name__,
             len(missing),
             ", ".join(missing[:8]) + (" …" if len(missing) > 8 else ""),
         )

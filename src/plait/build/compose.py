@@ -39,8 +39,9 @@ from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
 from plait.plan.attention import with_heads
 from plait.plan.intervals import whole
+from plait.plan.sequence import SequencePlan, sequence_plan
 from plait.run import environment, process_group, progress
-from plait.state import STATE, ParallelState, held_fraction
+from plait.state import STATE, ParallelState, held_fraction, own_class
 from plait.styles import ALL_PARALLEL_STYLES
 
 _log = logging.getLogger("plait")
@@ -110,15 +111,17 @@ def parallelize(
         plan = _plan(names_of(module), Rules({}), {}, 1)  # nothing is cut but by data parallelism
     else:
         plan = _proven_plan(module, chosen, mesh, config, check)
-    _split(module, plan, mesh, config)
+    _split(module, plan, mesh, config, _proven_sequences(module, plan, mesh, config, check))
     shard(module, mesh, config)
     if check is not False and plan.entries and not _ships(plan):
-        progress.report(f"{type(module).__name__}: the plan derived from its structure\n{plan}")
+        progress.report(
+            f"{own_class(module).__name__}: the plan derived from its structure\n{plan}"
+        )
     held = held_fraction(module)
     if plan.rules and held > 1 / tp_mesh.size() + _MOSTLY_WHOLE and environment.world().rank == 0:
         _log.warning(
             "%s: each of %d ranks holds %.0f %% of the parameters: the plan splits little of it",
-            type(module).__name__,
+            own_class(module).__name__,
             tp_mesh.size(),
             100 * held,
         )
@@ -126,7 +129,11 @@ def parallelize(
 
 
 def _split(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh, config: ParallelismConfig | DistributedConfig
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    config: ParallelismConfig | DistributedConfig,
+    sequences: SequencePlan | None = None,
 ) -> nn.Module:
     """Steps 3 to 7 of the composition, the plan being known."""
     tp_mesh = tp_axis(mesh)
@@ -138,8 +145,8 @@ def _split(
     module.__dict__[STATE] = ParallelState(
         mesh, tp_mesh, plan, layouts, config, shard_axis(mesh), data_axis(mesh)
     )
-    if sequence.is_asked(config) and tp_mesh.size() > 1:
-        sequence.split_sequences(module, plan, tp_mesh)
+    if sequences is not None:
+        sequence.install(module, sequences, tp_mesh)
     install_root(module)
     module.__dict__["_tp_size"] = tp_mesh.size()
     module.__dict__["_tp_plan"] = plan.rules
@@ -201,6 +208,26 @@ def _proven_plan(
             )
         rules = Rules(rules.shipped)
     return _plan(names, rules, tp_plan, tp_mesh.size())
+
+
+def _proven_sequences(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    config: ParallelismConfig | DistributedConfig,
+    check: Check,
+) -> SequencePlan | None:
+    """Where activations are split along the sequence, proven; None where that is not asked."""
+    tp_mesh = tp_axis(mesh)
+    if not sequence.is_asked(config) or tp_mesh.size() == 1:
+        return None
+
+    def split(copied: nn.Module) -> nn.Module:
+        inside = names_of(copied)
+        same = _plan(inside, Rules(plan.rules), None, tp_mesh.size())
+        return _split(copied, same, mesh, config, sequence_plan(inside, same))
+
+    return sequence.proven(module, plan, check, tp_mesh, split)
 
 
 def _refusal(

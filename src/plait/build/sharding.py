@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from plait import mesh as meshes
 from plait import surgery
 from plait.build import scalars
 from plait.build.axes import fsdp_axes
@@ -84,6 +85,8 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
     axes = fsdp_axes(mesh)
     if axes is None:
         return
+    # DTensor then adds the parts of a norm in one collective and not axis by axis.
+    meshes.flat(mesh, [name for name in mesh.mesh_dim_names or () if name != "dp_replicate"])
     groups = groups_for(module, config)
     named = dict(module.named_modules())
     notes = _notes(module)

@@ -32,7 +32,8 @@ def checksum(x: Tensor) -> str:
     if flat.numel() == 0 or flat.is_meta:
         return ""
     if flat.device.type == "cpu":
-        return f"{zlib.crc32(flat.view(torch.uint8).numpy().data):08x}"
+        # A copy: numpy would pin memory that FSDP frees after the forward.
+        return f"{zlib.crc32(flat.view(torch.uint8).clone().numpy().data):08x}"
     return f"{weighted_bits(flat) & (1 << 64) - 1:016x}"
 
 

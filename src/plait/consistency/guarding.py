@@ -15,7 +15,7 @@ from plait.consistency import fingerprints
 from plait.consistency.fingerprints import Entry
 from plait.consistency.verdict import Message, judge
 from plait.errors import RankError
-from plait.state import LAYOUT, state_of
+from plait.state import LAYOUT, own_class, state_of
 
 _GUARD = "_plait_guard"
 _TAG = "plait.guard"
@@ -206,7 +206,7 @@ class Guard:
             return
         count = f"{self.forwards} forward(s) and {self.steps} optimizer step(s)"
         message = Message(point, count, fingerprints.place(), entries)
-        asked = f"The guard of {type(self.model).__name__}"
+        asked = f"The guard of {own_class(self.model).__name__}"
         before = None if self.timeout_s is None else comm.set_timeout(mesh, self.timeout_s)
         try:
             told = comm.exchange((_TAG, None, message), mesh)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from plait import comm
 from plait.errors import PlaitError, RankError
-from plait.state import LAYOUT, STATE, ParallelState, state_of
+from plait.state import LAYOUT, STATE, ParallelState, own_class, state_of
 from plait.styles import TensorParallelLayer
 from plait.styles.containers import style_of_rest
 from plait.styles.params import replicate
@@ -110,7 +110,7 @@ def refuse_part(model: nn.Module, asked: str) -> None:
     """
     if not is_root(model):
         raise PlaitError(
-            f"{asked} of a {type(model).__name__} inside a split model:",
+            f"{asked} of a {own_class(model).__name__} inside a split model:",
             "the whole remembers how its parts lie on the ranks",
             "call it on the model that was split",
         )
@@ -128,7 +128,7 @@ def refuse_sharded(model: nn.Module, asked: str) -> None:
 
 def _sharded(asked: str, model: nn.Module) -> PlaitError:
     return PlaitError(
-        f"{asked} of a {type(model).__name__} that is sharded over data ranks:",
+        f"{asked} of a {own_class(model).__name__} that is sharded over data ranks:",
         "modules and parameters cannot be exchanged any more: the new ones would be in no group of "
         "FSDP, and their gradients would not be reduced",
         ["change the model first, and call plait.parallelize then", "tp_size alone allows it"],
@@ -138,7 +138,7 @@ def _sharded(asked: str, model: nn.Module) -> PlaitError:
 def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:
     fresh = plain_parameters(model)
     mesh = state.tp_mesh
-    asked = f"New modules in a split {type(model).__name__}:"
+    asked = f"New modules in a split {own_class(model).__name__}:"
     _agree(asked, fresh, mesh)
     styles = planned_styles(asked, model, state)
     if not fresh:
