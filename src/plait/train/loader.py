@@ -105,7 +105,7 @@ class DataRankLoader:
         """Where the loop is: after the batch that was given last, or at the start of an epoch."""
         if self._pending is not None:
             return dict(self._pending)
-        return {"epoch": self._epoch, **self._at, **self._source.state_dict()}
+        return {"epoch": self._epoch, **self._at, **self._source.state_dict(self._begun)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next loop begin where `state_dict` was taken, in the same epoch.

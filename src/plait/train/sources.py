@@ -51,9 +51,9 @@ class Source(ABC):
             if callable(set_epoch):
                 set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What decides the order of this epoch."""
-        return {"seed": self.seed, "generator": self.shuffle.started}
+    def state_dict(self, begun: bool) -> dict[str, Any]:
+        """What decides the order of the epoch that has begun, or else of the next one."""
+        return {"seed": self.seed, "generator": self.shuffle.state(begun)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the order of another run for the epoch that comes next."""
@@ -209,7 +209,7 @@ class _Shuffle:
         )
         self.sampler: Any = next((x for x in candidates if hasattr(x, "generator")), None)
         self.places = places
-        self.started: torch.Tensor | None = None
+        self._started: torch.Tensor | None = None
         self.start_from: torch.Tensor | None = None
         if self.sampler is not None and self.sampler.generator is None:
             self.sampler.__dict__[_SEEDED] = True
@@ -226,9 +226,15 @@ class _Shuffle:
             return
         if self.start_from is not None:
             self.sampler.generator.set_state(self.start_from)
-        self.started = self.places.exchange(self.sampler.generator.get_state())[0]
-        self.sampler.generator.set_state(self.started)
+        self._started = self.places.exchange(self.sampler.generator.get_state())[0]
+        self.sampler.generator.set_state(self._started)
         self.start_from = None
+
+    def state(self, begun: bool) -> torch.Tensor | None:
+        """The user's generator at the start of the epoch that has begun, or of the next one."""
+        if self.sampler is None or _SEEDED in self.sampler.__dict__:
+            return None
+        return self._started if begun else self.sampler.generator.get_state()
 
 
 def _mixed(seed: int, epoch: int, rank: int = 0) -> int:
