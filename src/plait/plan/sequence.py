@@ -11,7 +11,7 @@ only. Inside of a block
   rank's tokens. The gradients of its parameters are terms of a sum.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from plait.plan.names import ModelNames
@@ -33,6 +33,8 @@ _PER_TOKEN = frozenset(
     {"Identity", "Dropout", "Linear", "Conv1D", "ReLU", "GELU", "SiLU", "Mish", "Tanh", "Sigmoid"}
     | {"LeakyReLU", "ELU", "CELU", "SELU", "Softplus", "Hardswish", "Hardtanh", "ReLU6", "PReLU"}
 )
+BY_TOKEN = ("per_layer_input", "per_layer_inputs")
+"""Arguments of blocks with a row for every token, which a block's own code uses."""
 _NO_TOKENS = ("rotary", "rope")
 _OTHER_NORMS = ("batchnorm", "groupnorm", "instancenorm")
 
@@ -85,6 +87,11 @@ class SequencePlan:
     stacks: tuple[Stack, ...]
     whole: Mapping[str, str] = field(default_factory=dict)
 
+    def without(self, names: Collection[str], why: str) -> "SequencePlan":
+        """These decisions without some lists of blocks."""
+        kept = tuple(stack for stack in self.stacks if stack.name not in names)
+        return SequencePlan(kept, {**self.whole, **dict.fromkeys(names, why)})
+
     def __str__(self) -> str:
         rows: dict[str, int] = {}
         for stack in self.stacks:
@@ -124,10 +131,10 @@ def _lists(names: ModelNames, styles: Mapping[str, str]) -> list[str]:
     """The outermost lists whose members hold layers that are split."""
     found: dict[str, None] = {}
     for name, style in styles.items():
-        if style not in _COLUMNS | _ROWS | _OTHER_SUMS:
+        if style not in _COLUMNS | _ROWS:
             continue
         parts = name.split(".")
-        for end in range(1, len(parts)):
+        for end in range(1, len(parts) - 1):
             above = ".".join(parts[:end])
             if names.modules.get(above) in _LISTS and parts[end].isdigit():
                 found[above] = None

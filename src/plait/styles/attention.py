@@ -168,7 +168,7 @@ def _localize_inputs(
 
 def _forward_by_head(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     rows: _Rows = module.__dict__[_ROWS]
-    names = _positional(type(module).forward)
+    names = positional(type(module).forward)
     first = args[0] if args else kwargs.get(names[0]) if names else None
     batch = first.shape[0] if isinstance(first, torch.Tensor) and first.ndim > 2 else 1
     for name in _BY_HEAD & kwargs.keys():
@@ -186,7 +186,7 @@ def _forward_by_head(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _positional(forward: Any) -> tuple[str, ...]:
+def positional(forward: Any) -> tuple[str, ...]:
     """Names of the positional arguments of a forward, without `self`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = inspect.signature(forward).parameters.values()

@@ -9,9 +9,9 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.comm import chunk_sizes, exchange, gather_from, split_to
+from plait.comm import chunk_sizes, exchange, gather_from, scatter_sum, split_to
 from plait.comm.handing import gather_for
 from plait.errors import PlanError
+from plait.plan.sequence import BY_TOKEN
+from plait.styles.attention import positional
 from plait.styles.layer import first_input, rebind
 from plait.styles.randomness import split_randomness, whole_randomness
 
@@ -42,12 +44,12 @@ class Spread(NamedTuple):
     """How the tokens of one forward lie on the ranks.
 
     Attributes:
-        sizes: Tokens of each rank.
-        ndim: Dims of the hidden states; tokens lie along the last but one.
+        sizes: Tokens of each rank; they lie along the last dim but one.
+        before: The dims before it.
     """
 
     sizes: tuple[int, ...]
-    ndim: int
+    before: torch.Size
 
 
 class Tokens:
@@ -58,7 +60,8 @@ class Tokens:
         mesh: The axis.
         spread: How the tokens lie while the blocks run, else None.
         is_open: Whether the forward that calls the blocks is running and may split.
-        was_open: Whether it could at its last call: what a recomputation in the backward repeats.
+        was_open: Whether it could at its last call that recorded a graph: what a recomputation in
+            the backward repeats.
     """
 
     __slots__ = ("is_open", "latest", "mesh", "name", "spread", "was_open")
@@ -67,7 +70,7 @@ class Tokens:
         self.name, self.mesh = name, mesh
         self.spread: Spread | None = None
         self.is_open = self.was_open = False
-        self.latest: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+        self.latest: tuple[torch.Tensor, int, bool, torch.Tensor, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tokens":
         return Tokens(self.name, self.mesh)
@@ -77,47 +80,58 @@ class Tokens:
         if not isinstance(x, torch.Tensor) or x.ndim < 2:
             raise self.refusal(f"a block is called with {_shown(x)} first, not hidden states")
         sizes = chunk_sizes(x.shape[-2], self.mesh.size())
-        self.spread = Spread(sizes, x.ndim)
+        self.spread = Spread(sizes, x.shape[:-2])
         return split_to(x, self.mesh, dim=x.ndim - 2, sizes=sizes)
 
     def ask(self, x: torch.Tensor) -> None:
         """Note how the tokens lie whose piece `x` is; the ranks tell each other."""
-        self.spread = Spread(tuple(exchange(x.shape[-2], self.mesh)), x.ndim)
+        self.spread = Spread(tuple(exchange(x.shape[-2], self.mesh)), x.shape[:-2])
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of what a region gives whole."""
-        spread = self.checked(x, whole=True)
-        return split_to(x, self.mesh, dim=x.ndim - 2, sizes=spread.sizes)
+        return self._by_token(x, True, split_to)
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """All tokens, for a region; regions that are called with the same tensor share them."""
-        spread, records = self.checked(x, whole=False), torch.is_grad_enabled()
-        if self.latest is not None:
-            known, version, recorded, found = self.latest
-            same = known is x and version == x._version
-            if same and recorded == records and found._version == version:
-                return found
-        whole = gather_for(x, self.mesh, x.ndim - 2, spread.sizes)
-        if not x.is_inference():
-            self.latest = (x, x._version, records, whole)
-        return whole
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of the sum of all ranks' terms."""
+        return self._by_token(x, True, scatter_sum)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:
         """All tokens behind the last block."""
-        spread = self.checked(x, whole=False)
-        return gather_from(x, self.mesh, dim=x.ndim - 2, sizes=spread.sizes)
+        return self._by_token(x, False, gather_from)
 
-    def checked(self, x: Any, whole: bool) -> Spread:
-        """How the tokens lie.
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens, for a region; regions that are called with the same tensor share them."""
+        records = torch.is_grad_enabled()
+        if self.latest is not None:
+            known, version, recorded, found, found_version = self.latest
+            same = known is x and version == x._version
+            if same and recorded == records and found._version == found_version:
+                return found
+        whole = self._by_token(x, False, gather_for)
+        if not x.is_inference():
+            self.latest = (x, x._version, records, whole, whole._version)
+        return whole
+
+    def _by_token(self, x: Any, whole: bool, function: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Apply one of the collectives to `x`, whose dims but the last may have become one.
 
         Raises:
-            PlanError: `x` does not hold them.
+            PlanError: `x` does not hold all tokens, or (`whole` false) the rank's.
         """
         spread = self.spread
         assert spread is not None
         here = sum(spread.sizes) if whole else spread.sizes[self.mesh.get_local_rank()]
-        if isinstance(x, torch.Tensor) and x.ndim == spread.ndim and x.shape[-2] == here:
-            return spread
+        if isinstance(x, torch.Tensor) and x.ndim > 1:
+            count = spread.before.numel()
+            if x.ndim == 2 and spread.before and x.shape[0] == count * here:
+                return function(
+                    x.reshape(*spread.before, here, x.shape[1]),
+                    self.mesh,
+                    dim=len(spread.before),
+                    sizes=spread.sizes,
+                ).flatten(0, -2)
+            if x.shape[-2] == here:
+                return function(x, self.mesh, dim=x.ndim - 2, sizes=spread.sizes)
         what = "all tokens" if whole else "its tokens"
         raise self.refusal(f"a rank's part of {spread.sizes} tokens: {_shown(x)} is not {what}")
 
@@ -144,6 +158,8 @@ class Part:
         is_first: A block: whether it is the first one of the list.
         is_last: A block: the last one.
         cuts_output: A region: whether its output is whole.
+        by_token: A block: arguments with a row for every token beside the hidden states, and their
+            places.
     """
 
     tokens: Tokens
@@ -151,6 +167,7 @@ class Part:
     is_first: bool = False
     is_last: bool = False
     cuts_output: bool = False
+    by_token: Mapping[str, int] = field(default_factory=dict)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The forward that the module had before."""
@@ -174,7 +191,9 @@ def wrap_owner(module: nn.Module, lists: list[Tokens]) -> None:
 def wrap_block(module: nn.Module, tokens: Tokens, *, is_first: bool, is_last: bool) -> None:
     """Make a block one of a list: it is called with a rank's tokens, the first one with all."""
     forward = module.__dict__.get("forward")
-    module.__dict__[_BLOCK] = Part(tokens, forward, is_first=is_first, is_last=is_last)
+    takes = positional(type(module).forward)
+    by_token = {name: takes.index(name) for name in BY_TOKEN if name in takes}
+    module.__dict__[_BLOCK] = Part(tokens, forward, is_first, is_last, by_token=by_token)
     rebind(module, _block_forward)
 
 
@@ -191,8 +210,8 @@ def _owner_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     is_on = not _OFF.get() and not _shows_blocks(module, kwargs)
     before = [(t.is_open, t.spread) for t in lists]
     for tokens in lists:
-        tokens.is_open = tokens.was_open = is_on
-        tokens.spread = None
+        tokens.is_open, tokens.spread = is_on, None
+        tokens.was_open = is_on if torch.is_grad_enabled() else tokens.was_open
     try:
         with contextlib.nullcontext() if is_on else whole_sequences():
             output = inner(*args, **kwargs)
@@ -226,6 +245,8 @@ def _block_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = put(tokens.cut(x))
         else:  # recomputed by other means than the block's own
             tokens.ask(x)
+    if part.by_token:
+        args, kwargs = _own_arguments(part, args, kwargs)
     spread, goes_on = tokens.spread, False
     try:
         with _recomputing(module, tokens), split_randomness(tokens.mesh):
@@ -236,6 +257,17 @@ def _block_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return output
     finally:
         tokens.spread, tokens.latest = spread if goes_on else None, None
+
+
+def _own_arguments(part: Part, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A block's arguments, those with a row for every token cut to the rank's."""
+    places = set(part.by_token.values())
+
+    def cut(x: Any) -> Any:
+        return part.tokens.own(x) if isinstance(x, torch.Tensor) else x
+
+    args = tuple(cut(x) if place in places else x for place, x in enumerate(args))
+    return args, {name: cut(x) if name in part.by_token else x for name, x in kwargs.items()}
 
 
 @contextlib.contextmanager
@@ -269,8 +301,10 @@ def _region_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tokens = part.tokens
     if tokens.spread is None:
         return part.call(module, *args, **kwargs)
-    x, put = first_input(module, args, kwargs)
-    args, kwargs = put(tokens.gathered(x))
+    x, _ = first_input(module, args, kwargs)
+    whole = tokens.gathered(x)
+    args = tuple(whole if given is x else given for given in args)
+    kwargs = {name: whole if given is x else given for name, given in kwargs.items()}
     with whole_randomness(tokens.mesh):
         output = part.call(module, *args, **kwargs)
     return _first_of(output, tokens.own) if part.cuts_output else output

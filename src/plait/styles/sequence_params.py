@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.comm import local, scatter_sum
+from plait.comm import local
 from plait.run import streams
 from plait.styles import linear_forwards as forwards
 from plait.styles.layer import border_of, rebind
@@ -67,7 +67,6 @@ def _row_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if part.cuts_output:
         return tokens.own(part.call(module, *args, **kwargs))
     output, bias = forwards.rowwise_term(module, args[0] if args else kwargs["input"])
-    spread = tokens.checked(output, whole=True)
-    x = scatter_sum(output, tokens.mesh, dim=output.ndim - 2, sizes=spread.sizes)
+    x = tokens.summed(output)
     streams.begin_own(tokens.mesh.get_local_rank(), streams.HELD)  # what follows is split
     return x if bias is None else x + local(bias, "sum", tokens.mesh).to(x.dtype)

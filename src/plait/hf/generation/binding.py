@@ -18,6 +18,7 @@ from plait.hf.generation.head import HeadExchange, selection_of
 from plait.hf.generation.messages import digest, exchange, global_ranks, report_failure
 from plait.styles.kept import parameters_unchanged
 from plait.styles.params import LocalParams
+from plait.styles.sequence import whole_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def _generate_first(
             randomness.borrowed(states, device),
             _call(self, state, arguments),
             parameters_unchanged(),
+            whole_sequences(),  # a step has one token: nothing to split
             LocalParams(self),  # a generate() of the model's own may use its bare parameters
         ):
             result = whole(self, **arguments)
