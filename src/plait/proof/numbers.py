@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from plait.loss import SplitLogits
+
 TOLERANCES = {
     torch.float64: 1e-9,
     torch.float32: 1e-3,
@@ -62,7 +64,9 @@ class _Exact(TorchFunctionMode):
 
 def tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in what a module takes or gives, by name or position; caches are left out."""
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, SplitLogits):
+        yield prefix or "output", output.whole()
+    elif isinstance(output, torch.Tensor):
         yield prefix or "output", output
     elif isinstance(output, Mapping):
         for name, value in output.items():

@@ -25,20 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plait.comm import (
-    local,
-    scatter_sum,
-    split_to,
-    sum_from,
-)
+from plait.comm import local, scatter_sum, split_to, sum_from
 from plait.errors import PlanError
+from plait.loss.asking import asked_of, split_output
 from plait.plan.intervals import ParamLayout
 from plait.styles import linear_forwards as forwards
-from plait.styles.activations import (
-    as_dtensor,
-    leave_split_features,
-    to_replicate,
-)
+from plait.styles.activations import as_dtensor, leave_split_features, to_replicate
 from plait.styles.heads import cut_layout, cut_of, own_features, place_features, rearranged
 from plait.styles.layer import (
     Args,
@@ -54,6 +46,7 @@ from plait.styles.linear_kinds import (
     is_linear,
     is_plain,
     out_dim,
+    slices,
     validate_dims,
     validate_linear,
 )
@@ -129,7 +122,9 @@ class ColwiseParallel(TensorParallelLayer):
         cut = cut_of(module)
         if cut is not None and cut.places is not None:
             output = rearranged(output, -1, cut.places)
-        out_features = features(module)[0]
+        out_features, asked = features(module)[0], asked_of(module)
+        if asked is not None and self.use_local_output and self.output_layouts == Replicate():
+            return split_output(output, slices(module, output, mesh), mesh, asked)
         return leave_split_features(
             output, out_features, self.output_layouts, self.use_local_output, mesh
         )

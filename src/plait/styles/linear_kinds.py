@@ -6,8 +6,10 @@ has, keeps `[in, out]`.
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import PlanError
+from plait.plan.intervals import even
 
 
 def validate_linear(module: nn.Module, style: str, name: str) -> None:
@@ -40,6 +42,12 @@ def features(module: nn.Module) -> tuple[int | None, int | None]:
         return module.nf, module.nx  # type: ignore[return-value]
     out, into = getattr(module, "out_features", None), getattr(module, "in_features", None)
     return out if isinstance(out, int) else None, into if isinstance(into, int) else None
+
+
+def slices(module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Width of each rank's output features, where this rank's output is `[..., features_local]`."""
+    width = features(module)[0] or output.shape[-1] * mesh.size()
+    return even((width,), 0, mesh.size()).sizes
 
 
 def out_dim(module: nn.Module, tensor: torch.Tensor) -> int:

@@ -1,0 +1,197 @@
+"""When a model's logits stay split: a call with labels, or inside `split_logits`."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.loss.labels import Labels, Record
+from plait.loss.logits import SplitLogits
+from plait.loss.reduction import TOKENS
+from plait.loss.vocabulary import Vocabulary
+from plait.plan import words
+
+LABELS = frozenset(
+    ("labels", "shift_labels", "start_positions", "end_positions", "next_sentence_label")
+    + ("sentence_order_label", "label", "target", "targets")
+)
+"""Arguments of a forward that are what its loss is measured against."""
+
+WHOLE = "output_logits"
+"""Argument of a call with labels that asks for whole logits; the model does not see it."""
+
+_SPLIT = "_plait_split_logits"  # on a head: its output stays split in this call
+_WANTED = "_plait_wants_split_logits"  # on a model: inside split_logits
+_COUNT = "_plait_last_count"
+
+
+@contextmanager
+def split_logits(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the logits of a split model stay split, for a loss of your own.
+
+    Without it they do so in calls with labels only. A cross entropy of these logits (that of torch
+    or [`plait.loss.cross_entropy`][plait.loss.cross_entropy]) is then over the whole vocabulary,
+    and over the tokens of all data ranks.
+
+    Args:
+        model: The model that was split; one that is not stays as it is.
+
+    Comm: none.
+    """
+    before = model.__dict__.get(_WANTED, False)
+    model.__dict__[_WANTED] = True
+    try:
+        yield model
+    finally:
+        model.__dict__[_WANTED] = before
+
+
+def last_count(model: nn.Module) -> int | None:
+    """Over how many tokens, of all data ranks, the loss of the model's last call with labels is.
+
+    Args:
+        model: The model that was split.
+
+    Returns:
+        The number; None where no call has computed a cross entropy. Of several losses of one call
+        the largest number.
+
+    Comm: none.
+    """
+    count: Tensor | None = model.__dict__.get(_COUNT)
+    return None if count is None else int(count)
+
+
+class Request:
+    """What one head is asked for in one call: its output split.
+
+    Args:
+        data_mesh: The ranks that see other tokens, for a loss that the model does not compute.
+    """
+
+    __slots__ = ("data_mesh",)
+
+    def __init__(self, data_mesh: DeviceMesh | None) -> None:
+        self.data_mesh = data_mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Request":
+        return self
+
+
+def asked_of(module: nn.Module) -> Request | None:
+    """What this head is asked for in the call that runs, or None."""
+    return module.__dict__.get(_SPLIT)
+
+
+def split_output(
+    x_local: Tensor, sizes: Sequence[int], mesh: DeviceMesh, request: Request
+) -> SplitLogits:
+    """A head's output, as asked.
+
+    Args:
+        x_local: `[..., vocab_local]`, this rank's slice.
+        sizes: The slices' widths.
+        mesh: The axis.
+        request: What `asked_of` gave.
+
+    Comm: none; where something else than a loss uses it, one all-gather.
+    """
+    return SplitLogits.of(x_local, Vocabulary.over(sizes, mesh), data_mesh=request.data_mesh)
+
+
+def call(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    data_mesh: DeviceMesh | None,
+) -> Any:
+    """Run the forward of a split model; with labels its loss is that of all ranks' tokens.
+
+    Args:
+        module: The model.
+        forward: Its forward.
+        args: What it is called with.
+        kwargs: The same, by name; `output_logits=True` asks for whole logits.
+        data_mesh: The ranks that see other tokens, or None.
+
+    Comm: that of the forward and of [`cross_entropy`][plait.loss.cross_entropy].
+    """
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    names = _names(type(module).forward)
+    whole = bool(kwargs.pop(WHOLE, False)) if WHOLE in kwargs and WHOLE not in names else False
+    wanted = module.__dict__.get(_WANTED, False)
+    given = [n for n in LABELS & kwargs.keys() if isinstance(kwargs[n], Tensor)]
+    places = [i for i, n in enumerate(names[: len(args)]) if n in LABELS]
+    places = [i for i in places if isinstance(args[i], Tensor)]
+    if not (given or places or wanted):
+        return forward(*args, **kwargs)
+    record = Record(data_mesh)
+    kwargs = {n: _labels(x, record) if n in given else x for n, x in kwargs.items()}
+    args = tuple(_labels(x, record) if i in places else x for i, x in enumerate(args))
+    heads = [] if whole else _heads(module)
+    request = Request(data_mesh if wanted else None)
+    before = [(head, head.__dict__.get(_SPLIT)) for head in heads]
+    for head in heads:
+        head.__dict__[_SPLIT] = request
+    try:
+        output = forward(*args, **kwargs)
+    finally:
+        for head, value in before:
+            head.__dict__[_SPLIT] = value
+    if record.counts:
+        _note(module, output, record)
+    return _as_split(output, request) if wanted and not whole and data_mesh is not None else output
+
+
+def _labels(x: Tensor, record: Record) -> Tensor:
+    return x if type(x) is not Tensor else Labels.of(x, record)
+
+
+@lru_cache(maxsize=1024)
+def _names(forward: Any) -> tuple[str, ...]:
+    """Names of the arguments of a forward that may be given by position, without `self`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(forward).parameters.values()
+    return tuple(p.name for p in found if p.kind in kinds)[1:]
+
+
+def _heads(module: nn.Module) -> list[nn.Module]:
+    """The modules whose outputs are logits: those a model of transformers names, or by name."""
+    named = getattr(module, "get_output_embeddings", None)
+    if callable(named):
+        head = named()
+        return list(head.modules()) if isinstance(head, nn.Module) else []
+    return [part for name, part in module.named_modules() if _word(name) in words.HEADS]
+
+
+def _word(name: str) -> str:
+    parts = [part for part in name.split(".") if not part.isdigit()]
+    return parts[-1] if parts else ""
+
+
+def _note(module: nn.Module, output: Any, record: Record) -> None:
+    """Remember of how many tokens the loss is, on the model and on the loss that it returns."""
+    count = record.counts[0]
+    for other in record.counts[1:]:
+        count = torch.maximum(count, other)
+    module.__dict__[_COUNT] = count
+    loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+    loss = output if isinstance(output, Tensor) else loss
+    if isinstance(loss, Tensor) and not loss.ndim:
+        loss.__dict__[TOKENS] = count
+
+
+def _as_split(output: Any, request: Request) -> Any:
+    """Whole logits as split ones of one slice, so that a loss of them is of all data ranks."""
+    logits = getattr(output, "logits", None)
+    if type(logits) is Tensor and logits.ndim > 1 and logits.is_floating_point():
+        one = Vocabulary((logits.shape[-1],))
+        output.logits = SplitLogits.of(logits, one, data_mesh=request.data_mesh)
+    return output

@@ -1,0 +1,201 @@
+"""Functions over the vocabulary that need a few numbers a row from every rank, not the row."""
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.comm import all_gather
+from plait.loss import entropy
+from plait.loss.kernel import Terms, logsumexp
+from plait.loss.labels import Labels, Record
+from plait.loss.logits import SplitLogits
+from plait.loss.naming import functions
+from plait.loss.reduction import TOKENS, reduce_tokens
+from plait.loss.vocabulary import Vocabulary
+
+
+def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cross entropy of split logits, or of whole ones with the labels of a model's call."""
+    given = _arguments(F.cross_entropy, args, kwargs)
+    x, target, record = _loss_arguments(given)
+    data_mesh = record.data_mesh if record.data_mesh is not None else getattr(x, "data_mesh", None)
+    given = {**given, "input": x, "target": target}
+    if not (entropy.takes(given) and entropy.shapes_fit(x, target)):
+        given["input"] = x.whole() if isinstance(x, SplitLogits) else x
+        if given["reduction"] == "none" or not entropy.takes({**given, "weight": None}):
+            return F.cross_entropy(**given)
+        loss = entropy.whole_entropy(given, data_mesh)
+    else:
+        x = entropy.class_last(x)
+        if isinstance(x, SplitLogits) and x.vocabulary_dim == -1:
+            local, vocabulary = x.local, x.vocabulary
+        else:
+            local = x.whole() if isinstance(x, SplitLogits) else x
+            vocabulary = Vocabulary((local.shape[-1],))
+        asked = entropy.Asked(
+            given["ignore_index"],
+            given["reduction"],
+            Terms(given["label_smoothing"]),
+            data_mesh,
+        )
+        named = f"cross_entropy of logits {tuple(given['input'].shape)}:"
+        loss = entropy.entropy(named, local, target, vocabulary, asked)
+    return _recorded(loss, record)
+
+
+def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The negative log-likelihood, of split logarithms of probabilities or of whole ones."""
+    given = _arguments(F.nll_loss, args, kwargs)
+    x, target, record = _loss_arguments(given)
+    data_mesh = record.data_mesh if record.data_mesh is not None else getattr(x, "data_mesh", None)
+    plain = entropy.takes({**given, "label_smoothing": 0.0}) and entropy.shapes_fit(x, target)
+    if not plain:
+        whole = x.whole() if isinstance(x, SplitLogits) else x
+        return F.nll_loss(**{**given, "input": whole, "target": target})
+    last = entropy.class_last(x)
+    valid = target != given["ignore_index"]
+    places = target.masked_fill(~valid, 0).unsqueeze(-1)
+    losses = -torch.gather(last, -1, places).squeeze(-1).masked_fill(~valid, 0)
+    if given["reduction"] == "none":
+        return losses
+    wide = losses.to(torch.promote_types(losses.dtype, torch.float32))
+    loss = reduce_tokens(wide, valid.sum(), given["reduction"], data_mesh, dtype=losses.dtype)
+    return _recorded(loss, record)
+
+
+def _loss_arguments(given: dict[str, Any]) -> tuple[Any, Tensor, Record]:
+    x, target = given["input"], given["target"]
+    record = target.record if isinstance(target, Labels) else Record()
+    x = x.plain() if isinstance(x, Labels) else x
+    target = target.plain() if isinstance(target, Labels) else target
+    return x, target.whole() if isinstance(target, SplitLogits) else target, record
+
+
+def _recorded(loss: Tensor, record: Record) -> Tensor:
+    if TOKENS in loss.__dict__:
+        record.counts.append(loss.__dict__[TOKENS])
+    return loss
+
+
+def _arguments(signature_of: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = _signature(signature_of).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+@lru_cache
+def _signature(func: Any) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def log_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank's slice of the logarithms of probabilities."""
+    found = _over_last(args, kwargs, ("dim", "_stacklevel", "dtype"))
+    if found is None or args[0].ndim < 1:
+        return NotImplemented
+    x, given = found
+    local = x.local if given.get("dtype") is None else x.local.to(given["dtype"])
+    lse = _lse(local, x.vocabulary)
+    return x.like((local - x.vocabulary.copy(lse).unsqueeze(-1)).to(_soft_dtype(local)))
+
+
+def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank's slice of the probabilities."""
+    found = log_softmax(func, args, kwargs)
+    return found if found is NotImplemented else found.exp()
+
+
+def log_sum_exp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The logarithm of the sum of exponentials over all ranks' slices."""
+    found = _over_last(args, kwargs, ("dim", "keepdim"))
+    if found is None:
+        return NotImplemented
+    x, given = found
+    lse = _lse(x.local, x.vocabulary).to(x.local.dtype)
+    return lse.unsqueeze(-1) if given.get("keepdim") else lse
+
+
+def total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The sum over all ranks' slices."""
+    found = _over_last(args, kwargs, ("dim", "keepdim", "dtype"))
+    if found is None or found[0].local.dtype in (torch.float16, torch.bfloat16):
+        return NotImplemented  # 16-bit numbers are added up and rounded once
+    x, given = found
+    return x.vocabulary.sum(func(x.local, -1, **{k: v for k, v in given.items() if k != "dim"}))
+
+
+def argmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The index of the largest entry, the first one of equal ones."""
+    found = _over_last(args, kwargs, ("dim", "keepdim"))
+    if found is None:
+        return NotImplemented
+    x, given = found
+    local, vocabulary = x.local.detach(), x.vocabulary
+    if vocabulary.mesh is None:
+        return func(local, -1, given.get("keepdim", False))
+    if min(vocabulary.sizes) == 0 or not local.numel():
+        return NotImplemented
+    values, places = local.max(-1)
+    wide = torch.stack([values.double(), (places + vocabulary.start).double()])
+    wide = all_gather(wide.unsqueeze(0), vocabulary.mesh, dim=0)
+    best = wide[:, 0].argmax(0, keepdim=True)
+    places = wide[:, 1].gather(0, best).squeeze(0).long()
+    return places.unsqueeze(-1) if given.get("keepdim") else places
+
+
+def gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The entries at places in the vocabulary, from the ranks that hold them."""
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    x, index = given["input"], given.get("index")
+    last = isinstance(x, SplitLogits) and x.vocabulary_dim == -1
+    if not last or given.get("dim") not in (-1, x.ndim - 1) or not isinstance(index, Tensor):
+        return NotImplemented
+    index = index.plain() if isinstance(index, Labels) else index
+    inside = index.numel() == 0 or (index.min() >= 0 and index.max() < x.vocabulary.whole)
+    if isinstance(index, SplitLogits) or index.ndim != x.ndim or not inside:
+        return NotImplemented  # torch's own error
+    here = index - x.vocabulary.start
+    other = (here < 0) | (here >= x.vocabulary.local)
+    if x.vocabulary.local == 0:
+        found = x.local.new_zeros(index.shape) + x.local.sum()
+    else:
+        found = x.local.gather(-1, here.masked_fill(other, 0)).masked_fill(other, 0)
+    return x.vocabulary.sum(found)
+
+
+def _lse(local: Tensor, vocabulary: Vocabulary) -> Tensor:
+    return logsumexp(local.reshape(-1, local.shape[-1]), vocabulary).view(local.shape[:-1])
+
+
+def _soft_dtype(x: Tensor) -> torch.dtype:
+    return entropy.result_dtype(x)
+
+
+def _over_last(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[SplitLogits, dict[str, Any]] | None:
+    """Split logits and the named arguments, where the function is over the vocabulary alone."""
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    x, dim = args[0] if args else None, given.get("dim")
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if not isinstance(x, SplitLogits) or x.vocabulary_dim != -1 or type(dim) is not int:
+        return None
+    return (x, given) if dim in (-1, x.ndim - 1) and set(given) <= set(names) else None
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: cross_entropy,
+    F.nll_loss: nll_loss,
+    **dict.fromkeys(functions("log_softmax"), log_softmax),
+    **dict.fromkeys(functions("softmax"), softmax),
+    **dict.fromkeys(functions("logsumexp"), log_sum_exp),
+    **dict.fromkeys(functions("sum"), total),
+    **dict.fromkeys(functions("argmax"), argmax),
+    **dict.fromkeys(functions("gather"), gather),
+}
+"""Function → what it does with split logits."""
