@@ -256,7 +256,9 @@ def _sources_of(part: nn.Module) -> list[str | None]:
     ]
     if found or any("drop" in name.lower() for name in part._modules):
         return found
-    names = mentioned(kind_of(part))
+    # A model's base class speaks of dropouts in code that prepares models.
+    only = frozenset({"forward"}) if hasattr(part, "from_pretrained") else None
+    names = mentioned(kind_of(part), only)
     if not any(name in _DRAWS or name.endswith("dropout") for name in names):
         return []
     return ["config"] if "config" in names and "config" in part.__dict__ else [None]
