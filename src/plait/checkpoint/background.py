@@ -7,6 +7,7 @@ part in the folder; the first rank commits when all are there, and the others se
 import contextlib
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -93,7 +94,11 @@ def _write(job: Job) -> None:
         _leave(job.partial, job.place.index, error=f"{type(error).__name__}: {error}")
         raise
     if job.place.num_ranks == 1:
-        writing.commit(job, [report])
+        try:
+            writing.commit(job, [report])
+        except BaseException:
+            shutil.rmtree(job.partial, ignore_errors=True)
+            raise
         return
     _leave(job.partial, job.place.index, report)
     if not job.place.is_first:

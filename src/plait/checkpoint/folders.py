@@ -111,7 +111,7 @@ def clean(directory: Path) -> None:
 
 
 def prune(directory: Path, newest: Path, keep: int | None) -> None:
-    """Deletes all but the last checkpoints; never `newest`, nor the one that was before it.
+    """Deletes all but the last checkpoints, and never `newest`.
 
     Args:
         directory: Where they are.

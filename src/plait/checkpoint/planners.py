@@ -5,7 +5,8 @@ is not where its placement says, so the boxes come from [`pieces_of`][plait.stat
 Keys and shapes are those of the whole tensors: torch's own tools read the checkpoint too.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,10 @@ class BoxLoadPlanner(LoadPlanner):
     """Fills the pieces that this rank holds.
 
     Args:
-        wanted: For each key where its parts go.
+        wanted: Keys, and where the parts of each go; a key may come several times.
     """
 
-    def __init__(self, wanted: Mapping[str, Held]) -> None:
+    def __init__(self, wanted: Sequence[tuple[str, Held]]) -> None:
         self._wanted = wanted
         self._metadata: Metadata | None = None
 
@@ -113,11 +114,13 @@ class BoxLoadPlanner(LoadPlanner):
         """What this rank reads."""
         assert self._metadata is not None
         items: list[ReadItem] = []
-        for key, held in self._wanted.items():
+        for place, (key, held) in enumerate(self._wanted):
             stored = self._metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
             chunks = [_chunk(piece.offsets, piece.sizes) for piece in held.pieces]
-            items += create_read_items_for_chunk_list(key, stored, chunks)
+            for item in create_read_items_for_chunk_list(key, stored, chunks):
+                there = dataclasses.replace(item.dest_index, fqn=str(place))
+                items.append(dataclasses.replace(item, dest_index=there))
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -134,7 +137,7 @@ class BoxLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The part of the local tensor that one read fills."""
-        held = self._wanted[read_item.dest_index.fqn]
+        held = self._wanted[int(read_item.dest_index.fqn)][1]
         assert read_item.dest_index.index is not None
         x = held.pieces[read_item.dest_index.index].of(held.local)
         for dim, (start, size) in enumerate(
@@ -172,7 +175,7 @@ class ChunkReader(FileSystemReader):
         )
         return x
 
-    def fill(self, wanted: Mapping[str, Held]) -> None:
+    def fill(self, wanted: Sequence[tuple[str, Held]]) -> None:
         """Copies what this rank holds of each tensor into its place, cast to its dtype."""
         planner = BoxLoadPlanner(wanted)
         planner.set_up_planner({}, self.metadata)

@@ -55,7 +55,7 @@ class CheckpointStore:
         x = torch.empty(shape, dtype=dtype)
         zeros = (0,) * len(shape)
         pieces = (Piece(zeros, shape, zeros),) if x.numel() else ()
-        self._reader.fill({MODEL + self._names[key]: Held(key, shape, x, pieces)})
+        self._reader.fill([(MODEL + self._names[key], Held(key, shape, x, pieces))])
         self._whole[key] = x
 
     def whole(self, key: str) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Saving the state of a training: every rank its part, all or nothing."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from plait.checkpoint import background, folders, randomness, writing
@@ -130,21 +130,24 @@ def save(  # noqa: PLR0913 (what a training is made of)
 
 
 def _write(mesh: "DeviceMesh | None", asked: str, job: Job) -> Path:
-    """Writes, meets, and lets the first rank commit."""
-    failure: Exception | None = None
-    report = None
+    """Writes, meets, and lets the first rank commit; takes away what a failed save wrote."""
     try:
-        report = writing.write_part(job)
-    except Exception as error:
-        failure = error
-    reports = meet(mesh, "parts are written", report, failure, asked)
-    failure = None
-    if job.place.is_first:
+        report, failure = None, None
         try:
-            writing.commit(job, reports)
+            report = writing.write_part(job)
         except Exception as error:
             failure = error
-    settle(mesh, asked, failure)
+        reports = meet(mesh, "parts are written", report, failure, asked)
+        if job.place.is_first:
+            try:
+                writing.commit(job, reports)
+            except Exception as error:
+                failure = error
+        settle(mesh, asked, failure)
+    except BaseException:
+        if job.place.is_first:
+            shutil.rmtree(job.partial, ignore_errors=True)
+        raise
     return job.final
 
 
@@ -155,7 +158,7 @@ def _check_arguments(asked: str, mesh: "DeviceMesh | None", step: object, keep: 
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         problems.append(f"keep={keep!r}: give a whole number from 1, or None to keep all")
     count = environment.world().world_size
-    if mesh is None and torch.distributed.is_initialized() and count > 1:
+    if mesh is None and count > 1:
         problems.append(
             f"the model is not split, and there are {count} ranks: each would save a copy of it"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from plait.checkpoint import folders, loading, manifest
+from plait.checkpoint import finding, folders, manifest
 from plait.checkpoint.manifest import PRETRAINED
 from plait.checkpoint.reading import CheckpointStore
 from plait.errors import CheckpointError
@@ -72,7 +72,7 @@ def to_transformers(
     Comm: none.
     """
     asked = f"Convert {directory}:"
-    folder, stored = loading.open_checkpoint(asked, directory, step)
+    folder, stored = finding.open_checkpoint(asked, directory, step)
     names = stored.about.get("stored")
     if not names:
         raise CheckpointError(
