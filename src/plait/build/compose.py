@@ -138,7 +138,8 @@ def _split(
     """Steps 3 to 7 of the composition, the plan being known."""
     tp_mesh = tp_axis(mesh)
     if tp_mesh.size() == 1 and mesh.size() > 1:
-        layouts = {n: whole(tuple(p.shape)) for n, p in module.named_parameters()}
+        params = module.named_parameters(remove_duplicate=False)
+        layouts = {name: whole(tuple(param.shape)) for name, param in params}
     else:
         check_plan(module, plan, tp_mesh)
         layouts = apply(module, plan, tp_mesh)
