@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import plait
 from plait.comm import count
-from plait.styles import sequence, sequence_params
+from plait.errors import PlanError
+from plait.styles import sequence_params, sequence_tokens
 from plait.testing import add_noise, mutation, parity, tiny
 from plait.testing.mutation import patched
 
@@ -117,6 +118,18 @@ def test_two_forwards_of_two_lengths_before_the_backward(way: str) -> None:
     grads = dict(plait.full_grads(split))
     for name, param in whole_model.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_a_recomputation_that_could_be_either_is_refused() -> None:
+    split, _ = pair("llama")
+    for layer in split.model.layers:
+        _recompute(layer, use_reentrant=True)
+    split.enable_input_require_grads()
+    batch = tiny.batch("llama")
+    split(**batch, output_hidden_states=True).loss.backward()
+    with pytest.raises(PlanError, match="both with split tokens and without"):
+        split(**batch).loss.backward()
 
 
 def _recompute(layer: nn.Module, use_reentrant: bool) -> None:
@@ -248,23 +261,23 @@ def test_a_gradient_that_is_not_summed_is_noticed() -> None:
 def test_a_sum_made_twice_is_noticed() -> None:
     from plait.comm import sum_from
 
-    scatter = sequence.scatter_sum
+    scatter = sequence_tokens.scatter_sum
 
     def twice(x: torch.Tensor, mesh: Any, dim: int, sizes: Any = None) -> torch.Tensor:
         return scatter(sum_from(x, mesh), mesh, dim, sizes)
 
-    with mutation.must_fail(sequence, "scatter_sum", twice):
+    with mutation.must_fail(sequence_tokens, "scatter_sum", twice):
         _check()
 
 
 @pytest.mark.ranks(3)
 def test_tokens_of_another_rank_are_noticed() -> None:
-    split_to = sequence.split_to
+    split_to = sequence_tokens.split_to
 
     def rolled(x: torch.Tensor, mesh: Any, dim: int, sizes: Any = None) -> torch.Tensor:
         return split_to(x.roll(1, dim), mesh, dim, sizes)
 
-    with mutation.must_fail(sequence, "split_to", rolled):
+    with mutation.must_fail(sequence_tokens, "split_to", rolled):
         _check()
 
 
@@ -272,5 +285,7 @@ def test_tokens_of_another_rank_are_noticed() -> None:
 def test_a_gradient_that_is_only_cut_is_noticed() -> None:
     from plait.comm import gather_from
 
-    with mutation.must_fail(sequence, "gather_for", lambda *a, **k: gather_from(*a, **k).detach()):
+    with mutation.must_fail(
+        sequence_tokens, "gather_for", lambda *a, **k: gather_from(*a, **k).detach()
+    ):
         _check()

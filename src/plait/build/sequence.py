@@ -12,8 +12,9 @@ from plait.errors import PlanError
 from plait.plan import Plan
 from plait.plan.rules import generalize
 from plait.plan.sequence import SequencePlan, Stack, sequence_plan
-from plait.styles.sequence import Tokens, wrap_block, wrap_owner, wrap_region
+from plait.styles.sequence import wrap_block, wrap_owner, wrap_region
 from plait.styles.sequence_params import sum_gradients, wrap_row
+from plait.styles.sequence_tokens import Tokens
 
 _OFF = "enable_sequence_parallel=False: the same model, activations whole on every rank"
 _PROOF = {"enable_sequence_parallel": "True"}

@@ -24,6 +24,7 @@ def command(  # noqa: PLR0913 (an option each)
         typer.Option(min=1, help="Key/value heads of the copy.", show_default="the model's ratio"),
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float64",
+    enable_sequence_parallel: proving.Sequence = False,
     trust_remote_code: proving.TrustCode = False,
     as_json: proving.AsJson = False,
     debug: options.Debug = False,
@@ -40,19 +41,19 @@ def command(  # noqa: PLR0913 (an option each)
         raise typer.BadParameter(
             f"{dtype!r} is none of {', '.join(DTYPES)}.", param_hint="'--dtype'"
         )
-    path, rules = proving.existing(model), proving.rules_of(tp_plan)
+    path = proving.existing(model)
+    how = proving.config_for(tp, tp_plan, enable_sequence_parallel)
 
     def work() -> proving.Verdict:
         proving.quiet(debug)
-        return _check(path, tp, rules, (heads, kv_heads), dtype, trust_remote_code)
+        return _check(path, how, (heads, kv_heads), dtype, trust_remote_code)
 
     proving.decide(ctx, tp, report_to, debug=debug, as_json=as_json, work=work)
 
 
 def _check(
     path: str,
-    tp: int,
-    rules: Any,
+    how: Any,
     heads: tuple[int | None, int | None],
     dtype: str,
     trust: bool,
@@ -66,15 +67,15 @@ def _check(
     config = proving.config_of(path, trust)
     _, model_class = proving.class_of(config, path, trust)
     if heads == (None, None):
-        heads = hard_heads(config, tp)
+        heads = hard_heads(config, how.tp_size)
     small_config = small.small_config(config, heads=heads[0], kv_heads=heads[1])
     make = functools.partial(
         small.small_model, model_class, small_config, dtype=getattr(torch, dtype)
     )
-    mesh = proving.mesh_of(tp)
+    mesh = proving.mesh_of(how.tp_size)
     whole, split = make(), make()
     batch = small.example_batch(whole)
-    build.parallelize(split, tp_plan=rules, device_mesh=mesh, check=False)
+    build.parallelize(split, how, device_mesh=mesh, check=False)
     report = proof.compare(whole, split, batch, mesh=mesh)
     count = sum(p.numel() for p in whole.parameters())
     name = f"{model_class.__name__}, a small copy of {count:,} parameters"

@@ -36,6 +36,12 @@ Plan = Annotated[
         show_default="as parallelize chooses",
     ),
 ]
+Sequence = Annotated[
+    bool,
+    typer.Option(
+        "--enable-sequence-parallel", help="Split activations along the sequence as well."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
 TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
@@ -148,6 +154,22 @@ def rules_of(chosen: str | None) -> dict[str, str] | str | None:
         return read_plan(path)  # JSON is YAML
     except PlaitError as error:
         raise typer.BadParameter(str(error), param_hint="'--tp-plan'") from None
+
+
+def config_for(tp: int, tp_plan: str | None, enable_sequence_parallel: bool) -> Any:
+    """The config that the options mean.
+
+    Raises:
+        PlanError: The file of rules is no mapping of texts.
+        typer.BadParameter: There is no such file.
+    """
+    from plait import DistributedConfig
+
+    return DistributedConfig(
+        tp_size=tp,
+        tp_plan=rules_of(tp_plan),
+        enable_sequence_parallel=enable_sequence_parallel,
+    )
 
 
 def existing(model: str) -> str:

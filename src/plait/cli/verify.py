@@ -27,6 +27,7 @@ def command(  # noqa: PLR0913 (an option each)
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(options.DTYPES)}.")] = "float32",
+    enable_sequence_parallel: proving.Sequence = False,
     trust_remote_code: proving.TrustCode = False,
     as_json: proving.AsJson = False,
     debug: options.Debug = False,
@@ -43,19 +44,19 @@ def command(  # noqa: PLR0913 (an option each)
         )
     if prompt is not None and batch is not None:
         raise typer.BadParameter("give a prompt or a batch, not both.", param_hint="'--batch'")
-    path, rules = proving.existing(model), proving.rules_of(tp_plan)
+    path = proving.existing(model)
+    how = proving.config_for(tp, tp_plan, enable_sequence_parallel)
 
     def work() -> proving.Verdict:
         proving.quiet(debug)
-        return _verify(path, tp, rules, prompt, batch, dtype, trust_remote_code)
+        return _verify(path, how, prompt, batch, dtype, trust_remote_code)
 
     proving.decide(ctx, tp, report_to, debug=debug, as_json=as_json, work=work)
 
 
 def _verify(
     path: str,
-    tp: int,
-    rules: Any,
+    how: Any,
     prompt: str | None,
     batch: Path | None,
     dtype: str,
@@ -66,7 +67,7 @@ def _verify(
     import plait
     from plait import proof
 
-    mesh = proving.mesh_of(tp)
+    mesh = proving.mesh_of(how.tp_size)
     config = proving.config_of(path, trust)
     kind, model_class = proving.class_of(config, path, trust)
     auto_class = getattr(plait, kind)
@@ -74,10 +75,7 @@ def _verify(
     arguments["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
     whole = auto_class.from_pretrained(path, **arguments).eval()
     split = auto_class.from_pretrained(
-        path,
-        distributed_config=plait.DistributedConfig(tp_size=tp, tp_plan=rules),
-        device_mesh=mesh,
-        **arguments,
+        path, distributed_config=how, device_mesh=mesh, **arguments
     ).eval()
     given = _batch(path, whole, prompt, batch)
     report = proof.compare(whole, split, given, mesh=mesh)

@@ -10,142 +10,18 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from plait.comm import chunk_sizes, exchange, gather_from, scatter_sum, split_to
-from plait.comm.handing import gather_for
-from plait.errors import PlanError
 from plait.plan.sequence import BY_TOKEN
 from plait.styles.attention import positional
 from plait.styles.layer import first_input, rebind
 from plait.styles.randomness import split_randomness, whole_randomness
-
-_OFF: ContextVar[bool] = ContextVar("plait_whole_sequences", default=False)
-
-
-@contextlib.contextmanager
-def whole_sequences() -> Iterator[None]:
-    """In here every rank holds all tokens, as without sequence parallelism."""
-    token = _OFF.set(True)
-    try:
-        yield
-    finally:
-        _OFF.reset(token)
-
-
-class Spread(NamedTuple):
-    """How the tokens of one forward lie on the ranks.
-
-    Attributes:
-        sizes: Tokens of each rank; they lie along the last dim but one.
-        before: The dims before it.
-    """
-
-    sizes: tuple[int, ...]
-    before: torch.Size
-
-
-class Tokens:
-    """What the parts of one list of blocks share.
-
-    Attributes:
-        name: Name of the list, for messages.
-        mesh: The axis.
-        spread: How the tokens lie while the blocks run, else None.
-        is_open: Whether the forward that calls the blocks is running and may split.
-        was_open: Whether it could at its last call that recorded a graph: what a recomputation in
-            the backward repeats.
-    """
-
-    __slots__ = ("is_open", "latest", "mesh", "name", "spread", "was_open")
-
-    def __init__(self, name: str, mesh: DeviceMesh) -> None:
-        self.name, self.mesh = name, mesh
-        self.spread: Spread | None = None
-        self.is_open = self.was_open = False
-        self.latest: tuple[torch.Tensor, int, bool, torch.Tensor, int] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Tokens":
-        return Tokens(self.name, self.mesh)
-
-    def cut(self, x: Any) -> torch.Tensor:
-        """This rank's tokens of hidden states that every rank holds; notes how they lie."""
-        if not isinstance(x, torch.Tensor) or x.ndim < 2:
-            raise self.refusal(f"a block is called with {_shown(x)} first, not hidden states")
-        sizes = chunk_sizes(x.shape[-2], self.mesh.size())
-        self.spread = Spread(sizes, x.shape[:-2])
-        return split_to(x, self.mesh, dim=x.ndim - 2, sizes=sizes)
-
-    def ask(self, x: torch.Tensor) -> None:
-        """Note how the tokens lie whose piece `x` is; the ranks tell each other."""
-        self.spread = Spread(tuple(exchange(x.shape[-2], self.mesh)), x.shape[:-2])
-
-    def own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of what a region gives whole."""
-        return self._by_token(x, True, split_to)
-
-    def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of the sum of all ranks' terms."""
-        return self._by_token(x, True, scatter_sum)
-
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """All tokens behind the last block."""
-        return self._by_token(x, False, gather_from)
-
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """All tokens, for a region; regions that are called with the same tensor share them."""
-        records = torch.is_grad_enabled()
-        if self.latest is not None:
-            known, version, recorded, found, found_version = self.latest
-            same = known is x and version == x._version
-            if same and recorded == records and found._version == found_version:
-                return found
-        whole = self._by_token(x, False, gather_for)
-        if not x.is_inference():
-            self.latest = (x, x._version, records, whole, whole._version)
-        return whole
-
-    def _by_token(self, x: Any, whole: bool, function: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Apply one of the collectives to `x`, whose dims but the last may have become one.
-
-        Raises:
-            PlanError: `x` does not hold all tokens, or (`whole` false) the rank's.
-        """
-        spread = self.spread
-        assert spread is not None
-        here = sum(spread.sizes) if whole else spread.sizes[self.mesh.get_local_rank()]
-        if isinstance(x, torch.Tensor) and x.ndim > 1:
-            count = spread.before.numel()
-            if x.ndim == 2 and spread.before and x.shape[0] == count * here:
-                return function(
-                    x.reshape(*spread.before, here, x.shape[1]),
-                    self.mesh,
-                    dim=len(spread.before),
-                    sizes=spread.sizes,
-                ).flatten(0, -2)
-            if x.shape[-2] == here:
-                return function(x, self.mesh, dim=x.ndim - 2, sizes=spread.sizes)
-        what = "all tokens" if whole else "its tokens"
-        raise self.refusal(f"a rank's part of {spread.sizes} tokens: {_shown(x)} is not {what}")
-
-    def refusal(self, problem: str) -> PlanError:
-        """The error of a model that cannot be split along the sequence."""
-        return PlanError(
-            f"Sequence parallelism in the blocks of {self.name!r}:",
-            problem,
-            ["enable_sequence_parallel=False"],
-        )
-
-
-def _shown(x: Any) -> str:
-    return f"a tensor {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+from plait.styles.sequence_tokens import Tokens, sequences_are_whole, whole_sequences
 
 
 @dataclass
@@ -207,11 +83,12 @@ def wrap_region(module: nn.Module, tokens: Tokens, *, cuts_output: bool) -> None
 def _owner_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward, lists = module.__dict__[_OWNER]
     inner = forward if forward is not None else partial(type(module).forward, module)
-    is_on = not _OFF.get() and not _shows_blocks(module, kwargs)
+    is_on = not sequences_are_whole() and not _shows_blocks(module, kwargs)
     before = [(t.is_open, t.spread) for t in lists]
     for tokens in lists:
         tokens.is_open, tokens.spread = is_on, None
-        tokens.was_open = is_on if torch.is_grad_enabled() else tokens.was_open
+        if torch.is_grad_enabled():
+            tokens.recorded.add(is_on)
     try:
         with contextlib.nullcontext() if is_on else whole_sequences():
             output = inner(*args, **kwargs)
@@ -237,8 +114,7 @@ def _block_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     part: Part = module.__dict__[_BLOCK]
     tokens = part.tokens
     if tokens.spread is None:
-        again = tokens.was_open and torch._C._current_graph_task_id() != -1
-        if not tokens.is_open and not again:
+        if not tokens.is_open and not _is_again(tokens):
             return part.call(module, *args, **kwargs)
         x, put = first_input(module, args, kwargs)
         if tokens.is_open or part.is_first:
@@ -257,6 +133,23 @@ def _block_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return output
     finally:
         tokens.spread, tokens.latest = spread if goes_on else None, None
+
+
+def _is_again(tokens: Tokens) -> bool:
+    """Whether a block is called to repeat, in the backward, what it did with a rank's tokens.
+
+    Raises:
+        PlanError: Nothing tells.
+    """
+    if True not in tokens.recorded or torch._C._current_graph_task_id() == -1:
+        return False
+    if False in tokens.recorded:
+        raise tokens.refusal(
+            "a block is computed again in the backward, and forwards with gradients have run both "
+            "with split tokens and without (output_hidden_states=True)",
+            "model.gradient_checkpointing_enable(), which tells them apart",
+        )
+    return True
 
 
 def _own_arguments(part: Part, args: Any, kwargs: Any) -> tuple[Any, Any]:

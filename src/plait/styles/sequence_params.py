@@ -10,7 +10,8 @@ from plait.run import streams
 from plait.styles import linear_forwards as forwards
 from plait.styles.layer import border_of, rebind
 from plait.styles.params import GradMode
-from plait.styles.sequence import Part, Tokens
+from plait.styles.sequence import Part
+from plait.styles.sequence_tokens import Tokens
 
 _ROW = "_plait_tokens_row"
 

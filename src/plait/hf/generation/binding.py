@@ -18,7 +18,7 @@ from plait.hf.generation.head import HeadExchange, selection_of
 from plait.hf.generation.messages import digest, exchange, global_ranks, report_failure
 from plait.styles.kept import parameters_unchanged
 from plait.styles.params import LocalParams
-from plait.styles.sequence import whole_sequences
+from plait.styles.sequence_tokens import whole_sequences
 
 logger = logging.getLogger(__name__)
 
