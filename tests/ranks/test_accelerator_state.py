@@ -273,6 +273,8 @@ def test_settings() -> None:
     )
     loader = made.prepare(DataLoader(range(4), 2))  # type: ignore[arg-type]
     assert loader.total_batch_size == 2 and made.prepare(loader) is loader
+    with pytest.raises(PlaitError, match="for fsdp_plugin: plait"):
+        plait.Accelerator(fsdp_plugin="x", cpu=False)
     with pytest.raises(PlaitError, match="it is none of 'no', 'bf16', 'fp16'"):
         plait.Accelerator(mixed_precision="fp4")
 
@@ -351,6 +353,10 @@ def test_a_state_needs_the_same_objects(tmp_path: Path) -> None:
     first.accelerator.register_for_checkpointing(Counter())
     with pytest.raises(CheckpointError, match="1 registered objects were saved, there are 2"):
         first.accelerator.load_state(tmp_path)
+    with pytest.raises(CheckpointError, match="gradients are being accumulated"):
+        first.run(2, 3, tmp_path)
+    first.accelerator.window.reset()
+    first.accelerator._registered.pop()
     calls: list[str] = []
     first.accelerator.register_save_state_pre_hook(lambda models, _, path: calls.append(path))
     saving = first.accelerator.save_state(tmp_path, asynchronous=True)

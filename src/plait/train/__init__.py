@@ -1,5 +1,6 @@
 """Training over any layout: loaders, accumulation, trackers, and `Accelerator` in front of them."""
 
+from plait.run.seeds import set_all as set_seed
 from plait.train.accelerator import Accelerator
 from plait.train.accumulation import Window, no_sync
 from plait.train.loader import DataRankLoader, data_loader, skip_first_batches
@@ -27,5 +28,6 @@ __all__ = [
     "no_sync",
     "places_for",
     "places_on",
+    "set_seed",
     "skip_first_batches",
 ]

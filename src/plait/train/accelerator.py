@@ -49,6 +49,7 @@ class Accelerator(Reports):
         dataloader_config: A `plait.train.DataLoaderConfiguration`.
         gradient_accumulation_plugin: A `plait.train.GradientAccumulationPlugin`.
         project_config: A `plait.train.ProjectConfiguration`.
+        **others: Other arguments of accelerate's: refused by name, unless they ask for nothing.
 
     Raises:
         LayoutError: The sizes do not fit the processes.
@@ -80,7 +81,9 @@ class Accelerator(Reports):
         dataloader_config: Any = None,
         gradient_accumulation_plugin: Any = None,
         project_config: Any = None,
+        **others: Any,
     ) -> None:
+        options.refuse(others)
         self.mixed_precision = str(mixed_precision or "no").lower()
         dtype = precision.dtype_of(mixed_precision)
         self._loading = options.taken(

@@ -24,6 +24,9 @@ from plait import comm
 from plait.loss.reduction import TOKENS
 from plait.train.turns import Turn
 
+_LAST_COUNT = "_plait_last_count"  # where plait.loss.last_count looks
+_SYNC = "_plait_sync"  # on a model: what set_sync said last
+
 
 def set_sync(model: nn.Module, sync: bool) -> None:
     """Whether the next backward passes of a model reduce gradients over its data ranks.
@@ -32,6 +35,9 @@ def set_sync(model: nn.Module, sync: bool) -> None:
         model: One that FSDP shards, or any other, for which there is nothing to do.
         sync: False: gradients are kept on each rank until a pass with True.
     """
+    if model.__dict__.get(_SYNC, True) == sync:
+        return
+    model.__dict__[_SYNC] = sync
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(sync, recurse=False)
@@ -47,9 +53,6 @@ def no_sync(*models: nn.Module) -> Iterator[None]:
     finally:
         for model in models:
             set_sync(model, True)
-
-
-_LAST_COUNT = "_plait_last_count"  # where plait.loss.last_count looks
 
 
 class Window:
@@ -89,6 +92,10 @@ class Window:
     def may_clear(self) -> bool:
         """Whether gradients may be cleared now: not in the middle of a window."""
         return not self._open or self._total == 0.0 or (self.is_last and self._divided)
+
+    def reset(self) -> None:
+        """Forget what was accumulated: the next micro-step begins a window."""
+        self._step, self.is_last, self._open = 0, True, False
 
     @contextlib.contextmanager
     def micro_step(self, *models: nn.Module, end: bool = False) -> Iterator[None]:

@@ -17,13 +17,8 @@ from plait.train.saving import States
 
 
 class Gradients(States):
-    """Backward, accumulation, clipping, and when optimizers and schedulers step.
+    """Backward, accumulation, clipping, and when optimizers and schedulers step."""
 
-    Attributes:
-        window: The micro-steps that are being accumulated.
-    """
-
-    window: accumulation.Window
     step_scheduler_with_optimizer: bool
     sync_with_dataloader: bool
 

@@ -63,6 +63,8 @@ def install(
         dtype: The dtype of matrix products; None: as the parameters are.
         counting: Let its losses note over how many tokens they are; split models do so already.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        return
     if _SETTINGS not in model.__dict__:
         if dtype is None and not counting:
             return

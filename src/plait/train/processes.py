@@ -92,8 +92,8 @@ class Processes:
         return self.process_index == self.num_processes - 1
 
     def print(self, *values: Any, **options: Any) -> None:
-        """As the builtin, on the first process of each host only."""
-        if self.is_local_main_process:
+        """As the builtin, on the first process only."""
+        if self.is_main_process:
             builtins.print(*values, **options)  # noqa: T201 - this is what it is for
 
     def wait_for_everyone(self) -> None:

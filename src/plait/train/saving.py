@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from plait.errors import CheckpointError, PlaitError
 from plait.state import full_state_dict
+from plait.train.accumulation import Window
 from plait.train.processes import Processes
 
 _FOLDER = "checkpoints"
@@ -24,7 +25,10 @@ class States(Processes):
         optimizers: Likewise.
         schedulers: Likewise.
         loaders: Likewise.
+        window: The micro-steps that are being accumulated.
     """
+
+    window: Window
 
     def _begin_states(self) -> None:
         self.models: list[nn.Module] = []
@@ -87,6 +91,7 @@ class States(Processes):
 
         Raises:
             PlaitError: Several models were prepared: save each with `plait.checkpoint.save`.
+            CheckpointError: It is called in the middle of a window.
             CheckpointError: It cannot be written; those before it are as they were.
 
         Comm: control messages; no tensor travels.
@@ -94,6 +99,12 @@ class States(Processes):
         from plait import checkpoint
 
         directory = self._directory(output_dir, "save_state")
+        if not self.window.is_last:
+            raise CheckpointError(
+                f"save_state({os.fspath(directory)!r}):",
+                "gradients are being accumulated, and a checkpoint does not hold them",
+                "if accelerator.sync_gradients: accelerator.save_state(…), after the step",
+            )
         model, optimizer, scheduler = self._only_ones("save_state")
         for hook in self._before_save:
             hook(self.models, [], str(directory))
@@ -135,9 +146,11 @@ class States(Processes):
         model, optimizer, scheduler = self._only_ones("load_state")
         for hook in self._before_load:
             hook(self.models, str(directory))
-        return checkpoint.load(
+        loaded = checkpoint.load(
             directory, model, optimizer, scheduler, data=_Further(self), step=step
         )
+        self.window.reset()
+        return loaded
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written.

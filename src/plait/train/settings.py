@@ -1,6 +1,7 @@
 """Groups of settings of an `Accelerator`, under the names that accelerate's users know."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,36 @@ class ProjectConfiguration:
     project_dir: str | None = None
     logging_dir: str | None = None
     total_limit: int | None = None
+
+
+INSTEAD = {
+    "cpu": "CUDA_VISIBLE_DEVICES='' in the environment",
+    "deepspeed_plugin": "plait.DistributedConfig(dp_shard_size=…)",
+    "deepspeed_plugins": "plait.DistributedConfig(dp_shard_size=…)",
+    "fsdp_plugin": "plait.DistributedConfig(dp_shard_size=…, fsdp_plan=…)",
+    "torch_tp_plugin": "plait.DistributedConfig(tp_size=…)",
+    "megatron_lm_plugin": "plait.DistributedConfig(tp_size=…)",
+    "rng_types": "nothing: samples are dealt out in one order on all ranks",
+    "kwargs_handlers": "torch's own settings",
+    "dynamo_backend": "torch.compile(model) after prepare",
+    "dynamo_plugin": "torch.compile(model) after prepare",
+}
+"""Arguments of accelerate's that are not known here, and what does the same."""
+
+
+def refuse(others: Mapping[str, Any]) -> None:
+    """Refuse arguments that are not known.
+
+    Raises:
+        PlaitError: One of them asks for something.
+    """
+    asked = {name: value for name, value in others.items() if value not in (None, False)}
+    if asked:
+        raise PlaitError(
+            f"Accelerator({', '.join(f'{name}=…' for name in asked)}):",
+            [f"{name} is no argument of plait's Accelerator" for name in asked],
+            [f"for {name}: {INSTEAD[name]}" for name in asked if name in INSTEAD],
+        )
 
 
 def taken(kind: Any, given: Any, asked: str, **values: Any) -> Any:
