@@ -101,7 +101,7 @@ def entropy(
     shape, labels = labels.shape, labels.reshape(-1).long()
     valid = labels != asked.ignore_index
     _check_range(named, labels, valid, vocabulary.whole, asked.data_mesh)
-    x = x_local.reshape(-1, x_local.shape[-1])
+    x = x_local.reshape(labels.numel(), x_local.shape[-1])
     losses = token_losses(x, labels, valid, vocabulary, asked.terms)
     dtype = result_dtype(x_local)
     if asked.reduction == "none":

@@ -45,7 +45,6 @@ class SplitLogits(Tensor):
     gathered: Gathered
     """The wholes of this and of views of it."""
     _node: Any
-    _version_then: int
 
     @staticmethod
     def of(
@@ -73,7 +72,7 @@ class SplitLogits(Tensor):
             made = _bare(local, info)
         made.local = local
         with torch._C.DisableTorchFunctionSubclass():
-            made._node, made._version_then = made.grad_fn, version_of(local)
+            made._node = made.grad_fn
         made.gathered = gathered if gathered is not None else Gathered()
         return made
 
@@ -158,22 +157,13 @@ def _bare(local: Tensor, info: _Info) -> SplitLogits:
     made: SplitLogits = Tensor._make_wrapper_subclass(
         SplitLogits, shape, dtype=local.dtype, device=local.device
     )
-    made.local, made._node, made._version_then = local, None, version_of(local)
+    made.local, made._node, made.gathered = local, None, Gathered()
     made.vocabulary, made.vocabulary_dim, made.data_mesh = vocabulary, dim, data_mesh
-    made.gathered = Gathered()
     return made
 
 
 def _values(x: SplitLogits) -> Tensor:
     """The numbers of the whole; the graph is that of the caller."""
-    with torch._C.DisableTorchFunctionSubclass():
-        records = x.requires_grad
-    if records and version_of(x.local) != x._version_then:
-        raise PlaitError(
-            "A function outside of torch's own on split logits:",
-            "they were changed in place before, and the function's gradient would not know",
-            _WAY,
-        )
     local, vocabulary = x.local.detach(), x.vocabulary
     if vocabulary.mesh is None:
         return local
@@ -200,13 +190,19 @@ class _AsWhole(Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, info: _Info) -> Tensor:
-        ctx.info = info
+        ctx.info, ctx.local, ctx.version = info, local, version_of(local)
         return _bare(local.detach(), info)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         vocabulary, dim, _ = ctx.info
+        if version_of(ctx.local) != ctx.version:
+            raise PlaitError(
+                "The gradient of an autograd function of your own on split logits:",
+                "these were changed in place, and the gradient would not know",
+                _WAY,
+            )
         if isinstance(grad, SplitLogits):
             return grad.local, None
         if vocabulary.mesh is None:

@@ -169,7 +169,8 @@ def gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lse(local: Tensor, vocabulary: Vocabulary) -> Tensor:
-    return logsumexp(local.reshape(-1, local.shape[-1]), vocabulary).view(local.shape[:-1])
+    rows = local.reshape(local.shape[:-1].numel(), local.shape[-1])
+    return logsumexp(rows, vocabulary).view(local.shape[:-1])
 
 
 def _soft_dtype(x: Tensor) -> torch.dtype:

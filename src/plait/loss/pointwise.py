@@ -89,7 +89,13 @@ def changes_first(func: Any) -> bool:
     return name.endswith("_")
 
 
-_LOCAL = [_NAMES, _OPERATORS, _IN_PLACE, "copy_", *(f"{name}_" for name in _NAMES.split())]
+_LOCAL = [
+    _NAMES,
+    _OPERATORS,
+    _IN_PLACE,
+    "copy_ fill_ zero_",
+    *(f"{name}_" for name in _NAMES.split()),
+]
 ANSWERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(functions(" ".join(_LOCAL)), pointwise),
     **dict.fromkeys(functions(_CASTS), cast),

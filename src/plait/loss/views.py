@@ -49,7 +49,7 @@ def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims that change places, or a new one."""
     x = args[0]
     # The sizes of an imaginary tensor tell where each dim has gone.
-    sizes = torch.empty(range(2, x.ndim + 2), device="meta")
+    sizes = torch.empty(tuple(range(2, x.ndim + 2)), device="meta")
     moved = func(sizes, *args[1:], **kwargs).shape
     dim = list(moved).index(x.vocabulary_dim + x.ndim + 2) - len(moved)
     return x.like(func(x.local, *args[1:], **kwargs), dim)
