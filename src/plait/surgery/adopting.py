@@ -27,6 +27,7 @@ from plait.surgery.watching import (
     is_sharded,
     plain_parameters,
     set_settled,
+    sharded_since,
     watch,
 )
 from plait.weights.outcome import meet
@@ -83,7 +84,7 @@ def adopt_new(model: nn.Module) -> tuple[str, ...]:
     if torch.compiler.is_compiling() or is_settled(model) or not has_changed(model):
         return ()
     state = state_of(model)
-    if is_sharded(model):
+    if is_sharded(model) and not sharded_since(model):
         raise _sharded("The forward", model)
     if state is None or not plain_parameters(model):
         watch(model)

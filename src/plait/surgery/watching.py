@@ -18,10 +18,11 @@ class Watch:
         params: Whether to look at parameters; FSDP exchanges them at every forward.
     """
 
-    __slots__ = ("settled", "tables")
+    __slots__ = ("params", "settled", "tables")
 
     def __init__(self, root: nn.Module | None = None, params: bool = True) -> None:
         self.settled = False
+        self.params = params
         self.tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in root.modules() if root is not None else ():
             for table in (part._modules, part._parameters) if params else (part._modules,):
@@ -58,6 +59,12 @@ def has_changed(root: nn.Module) -> bool:
     """Whether a module or parameter below `root` was exchanged since `watch`."""
     seen: Watch = root.__dict__[_WATCH]
     return seen.changed()
+
+
+def sharded_since(root: nn.Module) -> bool:
+    """Whether FSDP has cut the parameters after the last `watch`, as torch's `fully_shard` does."""
+    seen: Watch = root.__dict__[_WATCH]
+    return seen.params and is_sharded(root)
 
 
 def is_settled(root: nn.Module) -> bool:
