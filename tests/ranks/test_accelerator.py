@@ -339,3 +339,68 @@ def test_a_step_with_infinite_gradients_is_left_out(sizes: dict[str, int], rank:
     optimizer.step()
     schedule.step()
     assert not accelerator.optimizer_step_was_skipped and schedule.last_epoch == 1
+
+
+@pytest.mark.ranks(2)
+def test_two_optimizers_share_a_scaler() -> None:
+    """Clipping one model leaves the other's gradients, which come later, alone."""
+    accelerator = plait.Accelerator(mixed_precision="fp16")
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=1)
+    made = [Regression().float(), Regression().float()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in made]
+    models = accelerator.prepare(*made)
+    optimizers = accelerator.prepare(*optimizers)
+    expected = [Regression().float(), Regression().float()]
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            accelerator.backward(model(x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not accelerator.optimizer_step_was_skipped
+        for model in expected:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+        for model, whole in zip(models, expected, strict=True):
+            state = plait.full_state_dict(model)
+            for name, param in whole.state_dict().items():
+                torch.testing.assert_close(state[name], param, rtol=2e-2, atol=2e-3, msg=name)
+        assert step == 0 or accelerator.scaler.get_scale() > 512
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["classes", "regression"])
+def test_a_classifier_whose_last_step_is_not_for_all(kind: str) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        labels = 3 if kind == "classes" else 1
+        config = tiny.config("llama", num_labels=labels, use_cache=False)
+        return add_noise(LlamaForSequenceClassification(config).double()).train()
+
+    data = []
+    for number in range(5):
+        ids = tiny.batch("llama", size=1, length=6, seed=number)["input_ids"][0]
+        label = torch.tensor(number % 3 if kind == "classes" else number / 3.0)
+        data.append(
+            {"input_ids": ids, "labels": label.double() if label.dtype.is_floating_point else label}
+        )
+    whole, split = made(), made()
+    accelerator = plait.Accelerator(gradient_accumulation_steps=2)
+    model, batches = accelerator.prepare(split, DataLoader(data, 2))
+    with exact():
+        for batch in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+        batch = {name: torch.stack([x[name] for x in data]) for name in data[0]}
+        loss = whole(**batch).loss
+        loss.backward()
+    assert abs(float(accelerator.window_loss()) - loss.item()) < 1e-12
+    grads = plait.full_grads(model)
+    for name, param in whole.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-8, atol=1e-11, msg=name)

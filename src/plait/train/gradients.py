@@ -29,6 +29,7 @@ class Gradients(States):
         self._in_scaler = self._stepped = False
         self._skipped: set[int] = set()
         self._unscaled: set[int] = set()
+        self._scaled_steps: set[int] = set()
         self._known: set[int] = set()
 
     @property
@@ -72,6 +73,7 @@ class Gradients(States):
         Comm: that of the model's backward.
         """
         current = self._running.current
+        self._update_scale()
         try:
             self.window.backward(
                 loss,
@@ -112,7 +114,7 @@ class Gradients(States):
         """
         if not self.sync_gradients:
             return torch.tensor(float("nan"), device=self.device)
-        self.unscale_gradients()
+        parameters = self._unscaled_parameters(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -121,17 +123,32 @@ class Gradients(States):
     ) -> None:
         """Limit every element of the gradients; nothing while they are accumulated."""
         if self.sync_gradients:
-            self.unscale_gradients()
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            torch.nn.utils.clip_grad_value_(self._unscaled_parameters(parameters), clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Take the scale of a float16 loss out of the gradients, once for each step."""
+        """Take the scale of a float16 loss out of the gradients, once for each step.
+
+        Args:
+            optimizer: Of whose parameters; None: of all optimizers that have gradients.
+        """
         if self.scaler is None:
             return
         for each in self.optimizers if optimizer is None else [optimizer]:
-            if id(each) not in self._unscaled:
+            if id(each) not in self._unscaled and any(p.grad is not None for p in _held(each)):
                 self._unscaled.add(id(each))
                 self.scaler.unscale_(each)
+
+    def _unscaled_parameters(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Parameters in a list; the optimizers that hold them have true gradients now."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self.scaler is not None:
+            keys = set(map(id, given))
+            for optimizer in self.optimizers:
+                if any(id(param) in keys for param in _held(optimizer)):
+                    self.unscale_gradients(optimizer)
+        return given
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -156,12 +173,20 @@ class Gradients(States):
             result = self.scaler.step(optimizer, *arguments)
         finally:
             self._in_scaler = False
-        self.scaler.update()
-        self._unscaled.discard(id(optimizer))
         self._skipped.discard(id(optimizer))
         if not self._stepped:
             self._skipped.add(id(optimizer))
+        self._scaled_steps.add(id(optimizer))
+        if all(id(other) in self._scaled_steps for other in self.optimizers):
+            self._update_scale()
         return result
+
+    def _update_scale(self) -> None:
+        """Once all optimizers have stepped, or those that do not step were passed over."""
+        if self._scaled_steps:
+            self.scaler.update()
+            self._scaled_steps.clear()
+            self._unscaled.clear()
 
     def _zero_grad(self, optimizer: Optimizer, own_zero_grad: Any, set_to_none: bool) -> None:
         if self.window.may_clear:
@@ -184,3 +209,8 @@ class Gradients(States):
                 ["prepare(…) every model that the optimizer trains"],
             )
         self._known.add(id(optimizer))
+
+
+def _held(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """An optimizer's parameters."""
+    return (param for group in optimizer.param_groups for param in group["params"])

@@ -79,7 +79,7 @@ def prepare_model(model: nn.Module, places: Places, replaced: Replaced) -> nn.Mo
         The model itself.
 
     Raises:
-        LayoutError: It was split over another layout, or it is on the meta device.
+        LayoutError: It was split over another layout, it is on the meta device, or compiled.
 
     Comm:
         One control message on each axis, and a broadcast of what differs; those of `parallelize`.
@@ -100,6 +100,12 @@ def prepare_model(model: nn.Module, places: Places, replaced: Replaced) -> nn.Mo
                 ],
             )
         return model
+    if hasattr(model, "_orig_mod") and places.mesh is not None:
+        raise LayoutError(
+            f"prepare({name}) on {places.layout}:",
+            "it was compiled before it was split",
+            "prepare the model, then torch.compile it",
+        )
     before = named(model)
     if any(param.is_meta for param in before.values()):
         raise LayoutError(

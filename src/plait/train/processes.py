@@ -72,6 +72,13 @@ class Processes:
         return 0 if self.places.tp_mesh is None else self.places.tp_mesh.get_local_rank()
 
     @property
+    def distributed_type(self) -> str:
+        """The word that accelerate has for it: "NO", "MULTI_CPU" or "MULTI_GPU"."""
+        if not self.use_distributed:
+            return "NO"
+        return "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
+
+    @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
         return self.num_processes > 1
