@@ -31,9 +31,10 @@ class _Borders:
         node: The graph node that produced the tensor.
         output_nr: Which of the node's results it is.
         entries: The groups with their borders.
+        serves_views: Whether a reshaped view of the tensor takes its part of the same border.
     """
 
-    __slots__ = ("entries", "node", "output_nr", "version")
+    __slots__ = ("entries", "node", "output_nr", "serves_views", "version")
 
     def __init__(self, x: Tensor) -> None:
         self.version = x._version
@@ -41,6 +42,7 @@ class _Borders:
         self.node = x.grad_fn
         self.output_nr = x.output_nr
         self.entries: list[tuple[Group, Tensor]] = []
+        self.serves_views = False
 
     def hold_for(self, x: Tensor) -> bool:
         """Whether `x` is where it was in the graph, and has not been modified since."""
@@ -68,7 +70,21 @@ def find_border(x: Tensor, group: Group) -> Tensor | None:
     return None
 
 
-def keep_border(x: Tensor, group: Group, border: Tensor) -> None:
+def find_border_of_view(x: Tensor, group: Group) -> Tensor | None:
+    """The border of the tensor that `x` is a reshaped view of, reshaped as `x`."""
+    base = x._base
+    if base is None or x.is_leaf or x.numel() != base.numel() or x.dtype != base.dtype:
+        return None
+    borders = base.__dict__.get(_ATTRIBUTE)
+    if type(borders) is not _Borders or not borders.serves_views:
+        return None
+    border = find_border(base, group)
+    if border is None or not (x.is_contiguous() and base.is_contiguous()):
+        return None
+    return border.view(x.shape)
+
+
+def keep_border(x: Tensor, group: Group, border: Tensor, *, serves_views: bool = False) -> None:
     """Remember `border` for the next caller with the same tensor object."""
     # Inference tensors have no version, so what is done to them would go unnoticed.
     if x.is_leaf or x.is_inference() or x.layout is not torch.strided:
@@ -78,6 +94,7 @@ def keep_border(x: Tensor, group: Group, border: Tensor) -> None:
         borders = x.__dict__[_ATTRIBUTE] = _Borders(x)
     borders.entries = [entry for entry in borders.entries if entry[0] is not group]
     borders.entries.append((group, border))
+    borders.serves_views = borders.serves_views or serves_views
 
 
 def _same_memory(border: Tensor, x: Tensor) -> bool:

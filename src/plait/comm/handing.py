@@ -45,8 +45,8 @@ def gather_for(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sizes) -> Tensor:
 
     Used as it is, the result is that of [`gather_from`][plait.comm.gather_from]; what
     [`copy_to`][plait.comm.copy_to] makes of it is that of [`gather_copy`][plait.comm.gather_copy]
-    of the pieces, in the same memory. So column-parallel layers find their border in it, and one
-    reduce-scatter stands for the all-reduce of all of them.
+    of the pieces, in the same memory, and so with a reshaped view of it. So column-parallel layers
+    find their border in it, and one reduce-scatter stands for the all-reduce of all of them.
 
     Args:
         x: This rank's piece.
@@ -64,5 +64,5 @@ def gather_for(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sizes) -> Tensor:
     whole = gather_from(x, mesh, dim, sizes)
     if x.requires_grad and torch.is_grad_enabled() and raw.mesh_size(mesh) > 1:
         terms = _Terms.apply(x, whole.detach(), mesh, dim, sizes)  # type: ignore[no-untyped-call]
-        keep_border(whole, group_of(mesh), terms)
+        keep_border(whole, group_of(mesh), terms, serves_views=True)
     return whole

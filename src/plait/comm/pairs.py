@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import raw
-from plait.comm.border import find_border, keep_border
+from plait.comm.border import find_border, find_border_of_view, keep_border
 from plait.comm.group import group_of
 from plait.comm.once import first_order
 
@@ -155,6 +155,8 @@ def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
         return _apply(_CopyTo, x, mesh)
     group = group_of(mesh)
     border = find_border(x, group)
+    if border is None:
+        border = find_border_of_view(x, group)
     if border is None:
         border = _apply(_CopyTo, x, mesh)
         keep_border(x, group, border)
