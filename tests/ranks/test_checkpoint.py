@@ -1,20 +1,17 @@
 """Training goes on from a checkpoint as if nothing had happened, at any other layout."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 import plait
 from plait.checkpoint import held, load, save
 from plait.proof.numbers import exact
-from plait.testing import add_noise, mutation, tiny
+from plait.testing import add_noise, tiny
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "uneven heads": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}),

@@ -133,10 +133,12 @@ def _await(job: Job, arrived: Callable[[], bool]) -> None:
 
 def _raise_failure(job: Job) -> None:
     for path in job.partial.glob("failure-*.json"):
-        with contextlib.suppress(OSError, ValueError):
+        try:
             told = json.loads(path.read_text())
-            rank = told["rank"]
-            raise RankError(job.asked, f"rank {rank} failed: {told['error']}", rank=rank)
+        except OSError:  # deleted meanwhile
+            continue
+        rank = told["rank"]
+        raise RankError(job.asked, f"rank {rank} failed: {told['error']}", rank=rank)
 
 
 def _grown(folder: Path) -> list[tuple[str, int]]:

@@ -17,7 +17,9 @@ from torch import nn
 from plait.errors import PlaitError
 from plait.hf import skeleton
 from plait.hf.conversion import convert, revert, saved_names
+from plait.shapes.files import CheckpointFiles
 from plait.state import own_class
+from plait.weights.checkpoint import Checkpoint, Read
 from plait.weights.recipes import Recipe
 from plait.weights.regions import Region
 from plait.weights.store import TensorStore
@@ -26,28 +28,16 @@ Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Names with shapes and dtypes."""
 
 
-class DescribedStore:
-    """Tensors of which only names, shapes and dtypes are known.
+def without_values(tensors: Described) -> Checkpoint:
+    """A checkpoint of which only the header is known."""
 
-    Args:
-        tensors: Those.
-    """
+    def read(region: Region, out: torch.Tensor) -> None:
+        raise PlaitError("Read a tensor:", "only its shape is known")
 
-    def __init__(self, tensors: Described) -> None:
-        self._tensors = tensors
-        self.bytes_read = 0
-
-    def keys(self) -> Sequence[str]:
-        """The names."""
-        return list(self._tensors)
-
-    def info(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of one."""
-        return self._tensors[key]
-
-    def read_into(self, key: str, region: Region, out: torch.Tensor) -> None:
-        """There is nothing to read."""
-        raise PlaitError(f"Read {key}:", "only its shape is known")
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype, int, Read]] = {
+        name: (shape, dtype, 0, read) for name, (shape, dtype) in tensors.items()
+    }
+    return Checkpoint(CheckpointFiles("safetensors", (), None, "a list of names"), entries, [])
 
 
 def write_configs(model: Any, directory: Path) -> None:
@@ -91,7 +81,7 @@ def stored_tensors(model: nn.Module, tensors: Described) -> dict[str, tuple[list
         Those, or None where the files cannot be told.
     """
     try:
-        store = DescribedStore(tensors)
+        store = without_values(tensors)
         recipes = revert(model, saved_names(model), store)
         return {
             name: (list(recipe.shape(store)), _name(recipe.dtype(store)))
@@ -146,8 +136,7 @@ def recipes_of(model: Any, store: TensorStore, stored: Described) -> dict[str, R
     Raises:
         PlaitError: This version of transformers makes others of them.
     """
-    files: Any = DescribedStore(stored)
-    transforms = convert(model, files).transforms
+    transforms = convert(model, without_values(stored)).transforms
     recipes = revert(model, saved_names(model), store, transforms)
     differ = sorted(set(recipes) ^ set(stored))
     if differ:

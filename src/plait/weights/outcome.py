@@ -63,7 +63,7 @@ def arrive(
     content: Any = None,
     failure: BaseException | None = None,
     ways_out: Sequence[str] = (),
-    seconds: float = ARRIVAL_S,
+    seconds: float | None = None,
 ) -> list[Any]:
     """Meets at the beginning of a call that all ranks must make; does not wait long for them.
 
@@ -74,7 +74,8 @@ def arrive(
         content: As for `meet`.
         failure: Why this rank refuses, if it does.
         ways_out: What to do where a rank does not come.
-        seconds: How long to wait (between GPUs and hosts: the process group's time limit).
+        seconds: How long to wait; `ARRIVAL_S` by default (between GPUs and hosts: the process
+            group's time limit).
 
     Returns:
         The content of every rank.
@@ -88,6 +89,7 @@ def arrive(
     """
     from plait import comm
 
+    seconds = ARRIVAL_S if seconds is None else seconds
     axes = _axes(mesh)
     before = [comm.set_timeout(axis, seconds) for axis in axes]
     try:
