@@ -76,11 +76,11 @@ def with_accelerator(
     return losses, norms
 
 
-def check(sizes: dict[str, int], count: int = 13, epochs: int = 2) -> None:
+def check(sizes: dict[str, Any], count: int = 13, epochs: int = 2, name: str = "llama") -> None:
     """Assert that a layout trains as one process does."""
     data = samples(count)
-    whole = add_noise(tiny.model("llama")).train()
-    split = add_noise(tiny.model("llama")).train()
+    whole = add_noise(tiny.model(name)).train()
+    split = add_noise(tiny.model(name)).train()
     config = plait.DistributedConfig(**sizes) if sizes else None
     accelerator = plait.Accelerator(config, gradient_accumulation_steps=STEPS)
     with exact():
@@ -89,8 +89,8 @@ def check(sizes: dict[str, int], count: int = 13, epochs: int = 2) -> None:
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=1e-9, atol=0)
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), rtol=1e-9, atol=0)
     state = plait.full_state_dict(split)
-    for name, x in whole.state_dict().items():
-        torch.testing.assert_close(state[name], x, rtol=1e-7, atol=1e-9, msg=name)
+    for key, x in whole.state_dict().items():
+        torch.testing.assert_close(state[key], x, rtol=1e-7, atol=1e-9, msg=key)
 
 
 @pytest.mark.ranks(2)
@@ -118,6 +118,16 @@ def test_three_ranks_that_split_every_tensor() -> None:
 )
 def test_four_ranks(sizes: dict[str, int]) -> None:
     check(sizes)
+
+
+@pytest.mark.ranks(2)
+def test_offloaded_parameters() -> None:
+    check({"dp_shard_size": 2, "fsdp_cpu_offload": True}, epochs=1)
+
+
+@pytest.mark.ranks(4)
+def test_tied_weights() -> None:
+    check({"dp_shard_size": 2, "tp_size": 2}, epochs=1, name="gemma3_text")
 
 
 def test_one_process_without_a_launcher() -> None:

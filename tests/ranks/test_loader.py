@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 import plait
+import plait.comm
 from plait.errors import LayoutError, RankError
 from plait.layout import ParallelismConfig
 from plait.run import World
@@ -436,3 +437,22 @@ def test_shards_of_unequal_length_end_together(rank: int) -> None:
     assert own(fresh) == expected[1:] and fresh.epoch == 8
     with pytest.raises(RankError, match="data rank 0 has none at all"):
         list(data_loader(DataLoader(Stream(rank * 3), 2), places, sharded=True))
+
+
+class Failing(Shifting):
+    """A data set of which one rank cannot read a sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3 and torch.distributed.get_rank() == 1:
+            raise OSError("the disk is gone")
+        return index
+
+
+@pytest.mark.ranks(2)
+def test_a_sample_that_one_rank_cannot_read_ends_all_ranks(rank: int) -> None:
+    places = places_for(plait.DistributedConfig(tp_size=2))
+    x = torch.ones(1)
+    with pytest.raises(OSError if rank == 1 else RankError, match="the disk is gone"):
+        for _ in data_loader(DataLoader(Failing(), 1), places):
+            plait.comm.all_reduce(x, places.tp_mesh)
+    assert plait.comm.all_reduce(x, places.tp_mesh).item() == 2, "they go on together"

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from plait.layout import ParallelismConfig
 from plait.run import seeds
-from plait.state import state_of
 from plait.train import accumulation, loader, precision, preparing
 from plait.train import settings as options
 from plait.train.loader import DataRankLoader
@@ -156,8 +155,7 @@ class Accelerator(Reports):
         """Split one model; see `prepare`."""
         if self.device_placement or self.places.mesh is not None:
             preparing.prepare_model(model, self.places, self._replaced)
-        counting = state_of(model) is None
-        precision.install(model, self.device.type, self._dtype, counting)
+        self._install(model)
         if not any(model is known for known in self.models):
             self.models.append(model)
         for optimizer in self.optimizers:

@@ -3,6 +3,7 @@
 import zlib
 from typing import Any
 
+from plait import comm
 from plait.consistency import fingerprints
 from plait.errors import RankError
 from plait.train.places import Places
@@ -60,8 +61,9 @@ _BATCH = (
 
 def _same(name: str, values: list[tuple[int, str]], ways_out: tuple[str, ...]) -> None:
     if len({value for _, value in values}) > 1:
-        raise RankError(
+        error = RankError(
             f"The first batch of an epoch: {name} differs between ranks that read together.",
             [f"rank {rank}: {value}" for rank, value in values],
             ways_out,
         )
+        raise comm.mark_announced(error)  # all ranks raise it

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from plait import comm
 from plait.errors import PlaitError
+from plait.state import state_of
 from plait.train import accumulation, precision, preparing
 from plait.train.loader import Running
 from plait.train.saving import States
@@ -21,6 +22,11 @@ class Gradients(States):
 
     step_scheduler_with_optimizer: bool
     sync_with_dataloader: bool
+
+    def _install(self, model: nn.Module) -> None:
+        """Let forwards be as the settings say; the losses of accumulated batches are counted."""
+        counting = self.gradient_accumulation_steps > 1 and state_of(model) is None
+        precision.install(model, self.device.type, self._dtype, counting)
 
     def _begin_gradients(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -45,6 +51,8 @@ class Gradients(States):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.window.steps = steps
+        for model in self.models:
+            self._install(model)
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:

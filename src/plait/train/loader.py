@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from plait import comm
 from plait.train import batches as contents
 from plait.train import sources
 from plait.train.agreement import compare_first
@@ -153,6 +154,10 @@ class DataRankLoader:
                     "steps": turn.steps + 1,
                 }
                 yield self._place(batch)
+        except Exception as error:  # of the data set, on this rank alone; the others would wait
+            comm.announce_failure(None, error)
+            raise
+        else:
             self._epoch, self._begun = self._epoch + 1, False
             self._at = dict.fromkeys(self._at, 0)
         finally:

@@ -162,11 +162,12 @@ class ShardedSource(Source):
             kept = batch if batch is not None else kept
             if kept is None or any(size == 0 and not has for size, has in told):
                 without = [rank for rank, (size, has) in enumerate(told) if not size and not has]
-                raise RankError(
+                error = RankError(
                     "A loader whose data set gives each data rank its own samples:",
                     f"data rank {', '.join(map(str, without))} has none at all",
                     "give every data rank at least one sample",
                 )
+                raise comm.mark_announced(error)  # all of them raise it
             yield kept, Turn(sizes, samples, step, step)
             samples, step = samples + sum(sizes), step + 1
 
