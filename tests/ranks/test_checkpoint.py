@@ -14,7 +14,10 @@ from plait.proof.numbers import exact
 from plait.testing import add_noise, tiny
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "uneven heads": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}),
+    "uneven heads": (
+        "llama",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
+    ),
     "fused": ("phi3", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
     "plain module": ("mlp", {}),
