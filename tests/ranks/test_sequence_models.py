@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.comm import gather_from
+from plait.comm import count, gather_from
 from plait.errors import PlanError
 from plait.state import state_of
 from plait.testing import add_noise, parity, tiny
@@ -70,6 +70,33 @@ def test_a_list_of_blocks_is_proven_before_it_is_split() -> None:
     whole_model = add_noise(tiny.model("qwen2"))
     split = split_in_sequence(whole_model, check_plan=True)
     parity.compare(split, whole_model, tiny.batch("qwen2"))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "DeepseekV3ForCausalLM"])
+def test_experts_move_the_bytes_of_ordinary_tensor_parallelism(name: str) -> None:
+    whole_model, batch = small(name, heads=6, kv_heads=6)
+    split = split_in_sequence(whole_model, check_plan=True)
+    parity.compare(split, whole_model, batch)
+    ids = batch["input_ids"]
+    with count() as forward:
+        hidden = split.model(ids)[0]
+    with count() as backward:
+        hidden.square().sum().backward()
+    regions = 2 * len(split.model.layers)
+    # The sum of the embedding; in the backward small ones, of norms and routing weights.
+    assert forward == {"all_gather": regions + 1, "reduce_scatter": regions, "all_reduce": 1}
+    assert backward["all_gather"] == regions + 1
+    # Low-rank projections are whole on every rank: no sum at the entry of that attention.
+    is_low_rank = name.startswith("Deepseek")
+    assert backward["reduce_scatter"] == (regions // 2 if is_low_rank else regions)
+
+
+@pytest.mark.ranks(2)
+def test_a_gate_behind_the_experts_is_not_summed_late() -> None:
+    whole_model, batch = small("Qwen2MoeForCausalLM")
+    split = split_in_sequence(whole_model, check_plan=True)
+    parity.compare(split, whole_model, batch)
 
 
 class Shifting(nn.Module):

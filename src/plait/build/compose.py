@@ -223,10 +223,10 @@ def _proven_sequences(
     if not sequence.is_asked(config) or tp_mesh.size() == 1:
         return None
 
-    def split(copied: nn.Module) -> nn.Module:
+    def split(copied: nn.Module, *, sums_late: bool) -> nn.Module:
         inside = names_of(copied)
         same = _plan(inside, Rules(plan.rules), None, tp_mesh.size())
-        return _split(copied, same, mesh, config, sequence_plan(inside, same))
+        return _split(copied, same, mesh, config, sequence_plan(inside, same, sums_late))
 
     return sequence.proven(module, plan, check, tp_mesh, split)
 

@@ -1,24 +1,33 @@
 """Sequence parallelism around a model that is split over its tensor-parallel ranks."""
 
+import functools
 from dataclasses import replace
+from typing import Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.build.names import names_of
-from plait.build.proven import Check, Split, verdict_on
+from plait.build.proven import Check, Verdict, verdict_on
 from plait.build.rules import Rules
 from plait.errors import PlanError
 from plait.plan import Plan
 from plait.plan.rules import generalize
-from plait.plan.sequence import SequencePlan, Stack, sequence_plan
+from plait.plan.sequence import Region, SequencePlan, Stack, sequence_plan
 from plait.styles.sequence import wrap_block, wrap_owner, wrap_region
-from plait.styles.sequence_params import sum_gradients, wrap_row
+from plait.styles.sequence_params import can_leave_term, sum_gradients, wrap_row, wrap_term
 from plait.styles.sequence_tokens import Tokens
 
 _OFF = "enable_sequence_parallel=False: the same model, activations whole on every rank"
-_PROOF = {"enable_sequence_parallel": "True"}
+_PROOF = "enable_sequence_parallel"
 """What tells a proof with split sequences from one of the same rules without."""
+
+
+class SplitCopy(Protocol):
+    """Splits a copy of a module, also along the sequence."""
+
+    def __call__(self, copied: nn.Module, *, sums_late: bool) -> nn.Module:
+        """`sums_late`: as for `sequence_plan`."""
 
 
 def is_asked(config: object) -> bool:
@@ -27,7 +36,7 @@ def is_asked(config: object) -> bool:
 
 
 def proven(
-    module: nn.Module, plan: Plan, check: Check, mesh: DeviceMesh, split: Split
+    module: nn.Module, plan: Plan, check: Check, mesh: DeviceMesh, split: SplitCopy
 ) -> SequencePlan:
     """Decide where a model's activations are split along the sequence, and prove it.
 
@@ -50,29 +59,43 @@ def proven(
     Comm:
         As `verdict_on`.
     """
-    found = sequence_plan(names_of(module), plan)
-    asked = f"enable_sequence_parallel=True for {type(module).__name__}:"
+    names = names_of(module)
+    found = sequence_plan(names, plan)
+    asked = f"enable_sequence_parallel=True for {names.model}:"
     if not found.stacks:
         raise _no_blocks(asked, found)
     if check is False:
         return found
-    verdict = verdict_on(module, Rules(_PROOF, dict(plan.rules)), check, mesh, split)
-    wrong = replace(verdict, unreached=()).in_words(type(module).__name__, check)
+    early, late = found, sequence_plan(names, plan, sums_late=True)
+    for found in [late, early] if late != early else [early]:  # late moves fewer bytes, if right
+        is_late = found is late
+        rules = Rules({_PROOF: "late" if is_late else "early"}, dict(plan.rules))
+        noted = functools.partial(split, sums_late=is_late)
+        verdict = verdict_on(module, rules, check, mesh, noted)
+        if not verdict.wrong:
+            break
+    wrong = replace(verdict, unreached=()).in_words(names.model, check)
     if wrong:
-        ways = [_OFF, "check=False: use it as it is"]
-        if not verdict.is_known:
-            ways.insert(1, "check=batch: prove it on the module itself")
-        blocks = [
-            f"blocks in {s.name!r}: {type(module.get_submodule(s.blocks[0])).__name__}"
-            for s in found.stacks
-        ]
-        raise PlanError(asked, [wrong, *blocks], ways)
+        raise _refusal(module, asked, found, verdict, wrong)
     missed = set(verdict.unreached)
     unproven = [stack.name for stack in found.stacks if _is_missed(stack, plan, missed)]
     found = found.without(unproven, "the proof does not reach it")
     if not found.stacks:
         raise _no_blocks(asked, found)
     return found
+
+
+def _refusal(
+    module: nn.Module, asked: str, found: SequencePlan, verdict: Verdict, wrong: str
+) -> PlanError:
+    ways = [_OFF, "check=False: use it as it is"]
+    if not verdict.is_known:
+        ways.insert(1, "check=batch: prove it on the module itself")
+    blocks = [
+        f"blocks in {stack.name!r}: {type(module.get_submodule(stack.blocks[0])).__name__}"
+        for stack in found.stacks
+    ]
+    return PlanError(asked, [wrong, *blocks], ways)
 
 
 def _is_missed(stack: Stack, plan: Plan, missed: set[str]) -> bool:
@@ -98,12 +121,25 @@ def install(module: nn.Module, found: SequencePlan, mesh: DeviceMesh) -> None:
         for name in stack.rows:
             wrap_row(modules[name], tokens)
         for region in stack.regions:
-            wrap_region(modules[region.name], tokens, cuts_output=region.cuts_output)
+            _wrap(modules, region, tokens)
         for name in stack.blocks:
             first, last = stack.blocks[0], stack.blocks[-1]
             wrap_block(modules[name], tokens, is_first=name == first, is_last=name == last)
         wrap_owner(modules[stack.owner], [tokens])
     wrap_owner(module, [])  # sees what the caller asks for before anybody below
+
+
+def _wrap(modules: dict[str, nn.Module], region: Region, tokens: Tokens) -> None:
+    terms = [modules[name] for name in region.terms]
+    late = bool(terms) and all(can_leave_term(part) for part in terms)
+    for part in terms if late else ():
+        wrap_term(part, tokens)
+    wrap_region(
+        modules[region.name],
+        tokens,
+        cuts_output=region.cuts_output or (bool(terms) and not late),
+        sums_output=late,
+    )
 
 
 def _no_blocks(asked: str, found: SequencePlan) -> PlanError:

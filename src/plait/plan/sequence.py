@@ -47,10 +47,13 @@ class Region:
         name: Its name.
         cuts_output: Whether its output is whole and cut to the rank's tokens as it leaves; else
             row-parallel layers inside or behind it leave the rank's tokens.
+        terms: Layers inside whose output is left a term of a sum, which is made, and cut, as the
+            region's output leaves.
     """
 
     name: str
     cuts_output: bool
+    terms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class SequencePlan:
         rows: dict[str, int] = {}
         for stack in self.stacks:
             rows[f"{generalize(stack.name)}  blocks"] = len(stack.blocks)
-            parts = [(r.name, "all tokens" + " → cut" * r.cuts_output) for r in stack.regions]
+            parts = [(r.name, _in_words(r)) for r in stack.regions]
             parts += [(name, "sum → cut") for name in stack.rows]
             parts += [(name, "own tokens") for name in stack.per_token]
             for name, what in parts:
@@ -106,12 +109,14 @@ class SequencePlan:
         return "\n".join([*lines, *(f"{name}  whole: {why}" for name, why in self.whole.items())])
 
 
-def sequence_plan(names: ModelNames, plan: Plan) -> SequencePlan:
+def sequence_plan(names: ModelNames, plan: Plan, sums_late: bool = False) -> SequencePlan:
     """Decide where activations are split along the sequence.
 
     Args:
         names: The model.
         plan: Its tensor-parallel plan.
+        sums_late: Sum what experts give only as it leaves their region. It saves bytes, and is
+            right where the region's code adds up what the experts give and does no more.
 
     Returns:
         The decisions; no stack where no list of blocks is split over the ranks.
@@ -123,8 +128,14 @@ def sequence_plan(names: ModelNames, plan: Plan) -> SequencePlan:
         if any(word in name.lower() for word in _TOWERS):
             whole[name] = "blocks of pictures or sounds"
         else:
-            stacks.append(_Finder(names, styles).stack(name))
+            stacks.append(_Finder(names, styles, sums_late).stack(name))
     return SequencePlan(tuple(stacks), whole)
+
+
+def _in_words(region: Region) -> str:
+    if region.terms:
+        return "all tokens → sum → cut"
+    return "all tokens" + " → cut" * region.cuts_output
 
 
 def _lists(names: ModelNames, styles: Mapping[str, str]) -> list[str]:
@@ -145,7 +156,8 @@ def _lists(names: ModelNames, styles: Mapping[str, str]) -> list[str]:
 class _Finder:
     """Goes through the blocks of one list."""
 
-    def __init__(self, names: ModelNames, styles: Mapping[str, str]) -> None:
+    def __init__(self, names: ModelNames, styles: Mapping[str, str], sums_late: bool) -> None:
+        self.sums_late = sums_late
         self.modules = names.modules
         self.styles = styles
         self.dims: dict[str, list[int]] = {}
@@ -211,9 +223,14 @@ class _Finder:
             if other == name or other.startswith(f"{name}.")
         }
         rows = [other for other, style in inside.items() if style in _ROWS]
-        other = any(style in _OTHER_SUMS for style in inside.values())
+        others = [other for other, style in inside.items() if style in _OTHER_SUMS]
+        late = self.sums_late and {inside[other] for other in others} == {"moe_tp_experts"}
+        nested = any(row.startswith(f"{other}.") for row in rows for other in others)
+        if late and not nested and name not in others:
+            self.regions.append(Region(name, cuts_output=False, terms=(*others, *rows)))
+            return
         gathered = not rows and any(style in _GATHERED for style in inside.values())
-        if other or gathered or len(rows) > 1:
+        if others or gathered or len(rows) > 1:
             self.regions.append(Region(name, cuts_output=True))
             return
         self.regions.append(Region(name, cuts_output=False))

@@ -69,19 +69,13 @@ def rowwise_split(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
     return _summed(module, *_own_term(module, _own_slice(module, input)))
 
 
-def is_rowwise(module: nn.Module) -> bool:
-    """Whether a module's forward is one of the three above, so that `rowwise_term` is its term."""
-    code = getattr(module.__dict__.get("forward"), "__code__", None)
-    return code in (rowwise.__code__, rowwise_heads.__code__, rowwise_split.__code__)
-
-
 def rowwise_term(
     module: nn.Module, input: torch.Tensor
 ) -> tuple[torch.Tensor, nn.Parameter | None]:
     """What this rank adds to the output of a row-parallel layer, and the bias that comes after.
 
     Args:
-        module: One for which `is_rowwise` was true when it was split.
+        module: One whose forward is one of the three above.
         input: As its forward takes it.
     """
     style = border_of(module).style

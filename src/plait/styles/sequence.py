@@ -34,6 +34,7 @@ class Part:
         is_first: A block: whether it is the first one of the list.
         is_last: A block: the last one.
         cuts_output: A region: whether its output is whole.
+        sums_output: A region: whether its output is a term of a sum.
         by_token: A block: arguments with a row for every token beside the hidden states, and their
             places.
     """
@@ -43,6 +44,7 @@ class Part:
     is_first: bool = False
     is_last: bool = False
     cuts_output: bool = False
+    sums_output: bool = False
     by_token: Mapping[str, int] = field(default_factory=dict)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -73,10 +75,14 @@ def wrap_block(module: nn.Module, tokens: Tokens, *, is_first: bool, is_last: bo
     rebind(module, _block_forward)
 
 
-def wrap_region(module: nn.Module, tokens: Tokens, *, cuts_output: bool) -> None:
+def wrap_region(
+    module: nn.Module, tokens: Tokens, *, cuts_output: bool, sums_output: bool = False
+) -> None:
     """Call a module with all tokens."""
     forward = module.__dict__.get("forward")
-    module.__dict__[_REGION] = Part(tokens, forward, cuts_output=cuts_output)
+    module.__dict__[_REGION] = Part(
+        tokens, forward, cuts_output=cuts_output, sums_output=sums_output
+    )
     rebind(module, _region_forward)
 
 
@@ -200,6 +206,8 @@ def _region_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: whole if given is x else given for name, given in kwargs.items()}
     with whole_randomness(tokens.mesh):
         output = part.call(module, *args, **kwargs)
+    if part.sums_output:
+        return _first_of(output, tokens.summed)
     return _first_of(output, tokens.own) if part.cuts_output else output
 
 

@@ -4,11 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from plait.comm import local
 from plait.run import streams
 from plait.styles import linear_forwards as forwards
-from plait.styles.layer import border_of, rebind
+from plait.styles.experts import MoeExpertsParallel
+from plait.styles.layer import Border, border_of, hooks_are, rebind
+from plait.styles.linear import RowwiseParallel
+from plait.styles.linear_kinds import is_conv1d
 from plait.styles.params import GradMode
 from plait.styles.sequence import Part
 from plait.styles.sequence_tokens import Tokens
@@ -52,10 +56,26 @@ def sum_gradients(module: nn.Module, tokens: Tokens) -> None:
         border.grads = WhileSplit(tokens, names, border.grads)  # type: ignore[assignment]
 
 
+def _is_plain_row(module: nn.Module) -> bool:
+    """Whether a module has one of the fused forwards, so that `rowwise_term` is its term."""
+    border: Border | None = module.__dict__.get("_plait_border")
+    if border is None:
+        return False
+    style = border.style
+    return (
+        isinstance(style, RowwiseParallel)
+        and hooks_are(style, RowwiseParallel)
+        and isinstance(style.output_layouts, Replicate)
+        and style.use_local_output
+        and border.forward is None
+        and (type(module).forward is nn.Linear.forward or is_conv1d(module))
+    )
+
+
 def wrap_row(module: nn.Module, tokens: Tokens) -> None:
     """Let a row-parallel layer, called with all tokens, leave the rank's tokens of its sum."""
     module.__dict__[_ROW] = Part(
-        tokens, module.__dict__.get("forward"), cuts_output=not forwards.is_rowwise(module)
+        tokens, module.__dict__.get("forward"), cuts_output=not _is_plain_row(module)
     )
     rebind(module, _row_forward)
 
@@ -71,3 +91,34 @@ def _row_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     x = tokens.summed(output)
     streams.begin_own(tokens.mesh.get_local_rank(), streams.HELD)  # what follows is split
     return x if bias is None else x + local(bias, "sum", tokens.mesh).to(x.dtype)
+
+
+def can_leave_term(module: nn.Module) -> bool:
+    """Whether `wrap_term` knows how to leave out the sum of a module."""
+    border = module.__dict__.get("_plait_border")
+    is_experts = border is not None and type(border.style) is MoeExpertsParallel
+    return is_experts or _is_plain_row(module)
+
+
+def wrap_term(module: nn.Module, tokens: Tokens) -> None:
+    """Let experts, or a row-parallel layer beside them, leave a term of the sum of all ranks."""
+    is_row = _is_plain_row(module)
+    module.__dict__[_ROW] = Part(tokens, module.__dict__.get("forward"), cuts_output=not is_row)
+    rebind(module, _term_forward)
+
+
+def _term_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    part: Part = module.__dict__[_ROW]
+    mesh = part.tokens.mesh
+    if part.tokens.spread is None:
+        return part.call(module, *args, **kwargs)
+    if part.cuts_output:  # experts
+        border = border_of(module)
+        args, kwargs = border.style.transform_inputs_pre_forward(module, args, kwargs, mesh)
+        with border.style.context_around_forward(module, mesh):
+            return border.call(module, *args, **kwargs)
+    output, bias = forwards.rowwise_term(module, args[0] if args else kwargs["input"])
+    if bias is None:
+        return output
+    once = local(bias, "sum", mesh) * float(mesh.get_local_rank() == 0)
+    return output + once.to(output.dtype)
