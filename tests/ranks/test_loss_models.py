@@ -222,6 +222,10 @@ def test_data_parallel(kind: str) -> None:
         with torch.no_grad():
             total = split(**mine, num_items_in_batch=4).loss
         torch.testing.assert_close(total, split(**mine).loss * last_count(split) / 4)
+        with plait.gathered(split), torch.no_grad():
+            if mine["labels"].max() >= 0:  # only this data rank makes a forward
+                split(**mine)
+                assert last_count(split) == int((mine["labels"][:, 1:] >= 0).sum())
         # A loss of one's own, of all ranks' tokens as well.
         given = {k: v for k, v in mine.items() if k != "labels"}
         with torch.no_grad(), split_logits(split):

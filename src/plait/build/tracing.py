@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.build.traced_statistics import Statistics
+from plait.loss import asking
+from plait.loss.kernel import accumulation_dtype
 from plait.plan import Plan
 from plait.plan.cuts import Cut
 from plait.plan.explain_parts import Call
@@ -57,6 +59,8 @@ def trace(module: nn.Module, plan: Plan, batch: Mapping[str, Any]) -> tuple[Call
     Comm: none.
     """
     found = _Trace(plan)
+    heads = set(map(id, asking.heads(module))) if asking.LABELS & batch.keys() else set()
+    found.split = frozenset(name for name, part in module.named_modules() if id(part) in heads)
     with found.watching(module), torch.enable_grad():
         output = module(**batch)
     return found.calls(_root(output))
@@ -91,6 +95,7 @@ class _Trace:
         self.inputs: dict[str, list[Any]] = {}
         self.kept: list[Any] = []  # so that no id is used twice
         self.summed: dict[str, list[str]] = {}
+        self.split: frozenset[str] = frozenset()  # heads whose logits stay split
         for entry in plan.entries:
             if entry.kind == "param" and entry.style == "replicated_with_grad_allreduce":
                 owner, _, name = entry.name.rpartition(".")
@@ -175,7 +180,11 @@ class _Trace:
         if style in SLICED and given[0][0].requires_grad:
             what = "gradient of the input"
             self._add("backward", "all_gather", _bytes(given[0][0]), what, name, output)
-        if style in GATHERED or style == "embedding_colwise":
+        if style in GATHERED and name in self.split:
+            size = output.shape[:-1].numel() * accumulation_dtype(output.dtype).itemsize
+            self._add("forward", "all_reduce", size, "maxima for the loss", name, output)
+            self._add("forward", "all_reduce", 2 * size, "sums for the loss", name, output)
+        elif style in GATHERED or style == "embedding_colwise":
             self._add("forward", "all_gather", _bytes(output), "output", name, output)
         summed = ("embedding_rowwise", "moe_tp_experts", "all_reduce")
         if style in SUMMED or style in summed:

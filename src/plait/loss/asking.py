@@ -25,6 +25,9 @@ LABELS = frozenset(
 WHOLE = "output_logits"
 """Argument of a call with labels that asks for whole logits; the model does not see it."""
 
+ALONE = "_plait_alone"
+"""Attribute of a model whose forwards do not talk to other data ranks for a while."""
+
 _SPLIT = "_plait_split_logits"  # on a head: its output stays split in this call
 _WANTED = "_plait_wants_split_logits"  # on a model: inside split_logits
 _COUNT = "_plait_last_count"
@@ -132,13 +135,14 @@ def call(
     places = [i for i in places if isinstance(args[i], Tensor)]
     if not (given or places or wanted):
         return forward(*args, **kwargs)
+    data_mesh = None if module.__dict__.get(ALONE) else data_mesh
     record = Record(data_mesh)
     kwargs = {n: _labels(x, record) if n in given else x for n, x in kwargs.items()}
     args = tuple(_labels(x, record) if i in places else x for i, x in enumerate(args))
-    heads = [] if whole else _heads(module)
+    split = [] if whole else heads(module)
     request = Request(data_mesh if wanted else None)
-    before = [(head, head.__dict__.get(_SPLIT)) for head in heads]
-    for head in heads:
+    before = [(head, head.__dict__.get(_SPLIT)) for head in split]
+    for head in split:
         head.__dict__[_SPLIT] = request
     try:
         output = forward(*args, **kwargs)
@@ -162,8 +166,12 @@ def _names(forward: Any) -> tuple[str, ...]:
     return tuple(p.name for p in found if p.kind in kinds)[1:]
 
 
-def _heads(module: nn.Module) -> list[nn.Module]:
-    """The modules whose outputs are logits: those a model of transformers names, or by name."""
+def heads(module: nn.Module) -> list[nn.Module]:
+    """The modules whose outputs are logits: those that a model of transformers names, or by name.
+
+    Args:
+        module: The model.
+    """
     named = getattr(module, "get_output_embeddings", None)
     if callable(named):
         head = named()

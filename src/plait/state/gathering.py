@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait.loss.asking import ALONE
 from plait.state.record import state_of
 
 FREES = "_plait_frees"  # on a group of FSDP that drops its gathered weights after the forward
@@ -34,9 +35,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
+    before = model.__dict__.get(ALONE, False)
+    model.__dict__[ALONE] = True
     try:
         yield
     finally:
+        model.__dict__[ALONE] = before
         for part in parts:
             if part.__dict__.get(FREES, False):
                 part.set_reshard_after_forward(True, recurse=False)
