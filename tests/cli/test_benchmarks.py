@@ -41,6 +41,21 @@ def test_tp_compare():
     calls, num_bytes = found["collectives"]["prefill"]["plait"][0]
     assert (calls, num_bytes) == (4, 4 * (3 * 32 * 64 + 96))
     assert found["peak_bytes"]["train"]["plait"] > 0
+    # Training: the embedding and two per layer, each way, and for the loss two of numbers a token
+    # (the maximum; the sum of exponentials and the label's logit). No logits travel.
+    (calls, num_bytes), (both_calls, both_bytes) = found["collectives"]["train"]["plait"]
+    hidden, token = 4 * 32 * 64, 4 * 32
+    assert (calls, num_bytes) == (3 + 2, 3 * hidden + 3 * token)
+    assert (both_calls, both_bytes) == (calls + 3, num_bytes + 3 * hidden)
+
+
+def test_training_memory():
+    small = ["--layers", "1", "--hidden", "128", "--vocab", "32000", "--sequence", "128"]
+    out = run("training_memory.py", *small, "--only", "head", "--rounds", "1", "--json", "-")
+    found = json.loads(out)["head"]["bytes"]
+    peer, plait = found["transformers TP"], found["plait, `tp_size`"]
+    assert plait["of_the_step"] < 0.75 * peer["of_the_step"]
+    assert all(0 < row["of_the_step"] < row["peak"] for row in found.values())
 
 
 def test_loading():
@@ -50,6 +65,16 @@ def test_loading():
         ranks = found["rounds"][reader][0]
         assert len(ranks) == 2
         assert sum(rank["own_bytes"] for rank in ranks) >= 0.9 * found["checkpoint_bytes"]
+
+
+def test_saving():
+    small = ["--layers", "1", "--hidden", "512", "--vocab", "48000", "--shard", "50MB"]
+    found = json.loads(run("saving.py", *small, "--rounds", "1", "--ranks", "2", "--json", "-"))
+    for way in ("save_pretrained", "checkpoint.save", "checkpoint.load"):
+        assert len(found["rounds"][way][0]) == 2
+    ranks = found["rounds"]["save_pretrained"][0]
+    # One tensor, and what a process of Python moves by itself (10 MB).
+    assert all(rank["extra_bytes"] < found["largest_bytes"] + 20e6 for rank in ranks), ranks
 
 
 def test_tp_speedup(tmp_path):
