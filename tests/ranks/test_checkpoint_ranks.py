@@ -81,6 +81,7 @@ def test_round_trip_to_the_bit(axes: dict[str, int], form: dict[str, bool], tmp_
     assert same(bits(fresh, its), before)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_offloaded_parameters_and_bfloat16(tmp_path: Path) -> None:
     split = plait.DistributedConfig(dp_shard_size=2, fsdp_cpu_offload=True)
