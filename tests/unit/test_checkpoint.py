@@ -403,6 +403,12 @@ def test_the_next_save_waits_and_hears_of_a_failure(tmp_path: Path, monkeypatch)
     assert background._current is None
 
 
+def test_loading_waits_for_what_is_being_saved(tmp_path: Path) -> None:
+    save(tmp_path, Net(), step=1)
+    save(tmp_path, Net(), step=2, asynchronous=True)
+    assert load(tmp_path, Net()).step == 2
+
+
 def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     script = f"""
         import random, time

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from plait.checkpoint import finding, optimizers, randomness
+from plait.checkpoint import background, finding, optimizers, randomness
 from plait.checkpoint.fitting import Ready, prepare
 from plait.checkpoint.held import Held, mesh_of, plain
 from plait.checkpoint.manifest import MODEL
@@ -48,7 +48,8 @@ def load(
     """Read a checkpoint into a model, whatever the layout it was saved with.
 
     Everything is checked before anything is changed: the sizes and checksums of the files, names
-    and shapes. Then parameters, buffers and the optimizer's state are filled in place.
+    and shapes. Then parameters, buffers and the optimizer's state are filled in place. A save that is
+    under way is waited for.
 
     Args:
         directory: As given to `save`, or one checkpoint in it.
@@ -80,9 +81,10 @@ def load(
     failure: Exception | None = None
     folder, stored = Path(directory), None
     try:
+        background.finish()
         folder = finding.choose(asked, Path(directory), step)
         stored = finding.sound(asked, folder)
-    except CheckpointError as error:
+    except Exception as error:
         failure = error
     ways = ["call plait.checkpoint.load on all ranks: each reads its part"]
     told = arrive(mesh, asked, "plait.checkpoint.load", folder.name, failure, ways)
