@@ -48,8 +48,8 @@ def load(
     """Read a checkpoint into a model, whatever the layout it was saved with.
 
     Everything is checked before anything is changed: the sizes and checksums of the files, names
-    and shapes. Then parameters, buffers and the optimizer's state are filled in place. A save that is
-    under way is waited for.
+    and shapes. Then parameters, buffers and the optimizer's state are filled in place. A save
+    that is under way is waited for.
 
     Args:
         directory: As given to `save`, or one checkpoint in it.
