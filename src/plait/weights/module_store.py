@@ -23,7 +23,7 @@ class ModuleStore:
         layouts: How the tensors lie on the ranks, where not as their DTensors are placed.
         mesh: The axis over which they are split; None for one process.
         names: Which tensors, where not all; a tied one is taken under the first of its names.
-        world: All ranks that take part, as one axis, where there are more than those of `mesh`.
+        world: The mesh of all ranks that take part, where there are more than those of `mesh`.
     """
 
     def __init__(
@@ -72,15 +72,22 @@ class ModuleStore:
         if key in self._whole:
             return
         layout, tp_mesh = self._layouts[key], self._tp_mesh
-        local = without_fsdp(self._slots[key].tensor.detach(), layout)
-        if layout.dim is not None and tp_mesh is not None and tp_mesh.size() > 1:
+        x = without_fsdp(self._slots[key].tensor.detach(), layout)
+        split = layout.dim is not None and tp_mesh is not None and tp_mesh.size() > 1
+        if split and self._is_beside_writer():  # other copies have no use for the whole
             from plait import comm
 
-            x = comm.all_gather(local.contiguous(), tp_mesh, layout.dim, sizes=layout.sizes)
+            assert tp_mesh is not None and layout.dim is not None
+            x = comm.all_gather(x.contiguous(), tp_mesh, layout.dim, sizes=layout.sizes)
             x = in_order(x, layout) if self.writes else x
-        else:
-            x = local
         self._whole[key] = x.cpu() if self.writes else x.new_empty(0)
+
+    def _is_beside_writer(self) -> bool:
+        """Whether this rank is in the tensor-parallel group of the rank that writes."""
+        if self.mesh is None or self.mesh.ndim == 1:
+            return True
+        place = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
+        return not any(index for name, index in place if name != "tp")
 
     def whole(self, key: str) -> Tensor:
         """Returns a gathered tensor."""
