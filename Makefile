@@ -53,8 +53,9 @@ test-fast: setup ## pytest without the slow tests and the docs
 
 ##@ Measuring
 .PHONY: bench
-bench: setup ## plait beside its peers, as in the README (about 15 minutes; on a quiet machine)
+bench: setup ## plait beside its peers, as in the README (about 20 minutes; on a quiet machine)
 	@$(SHOW) "tensor parallelism" $(PY) benchmarks/tp_compare.py
+	@$(SHOW) "memory of training" $(PY) benchmarks/training_memory.py
 	@$(SHOW) "reading" $(PY) benchmarks/loading.py
 	@$(SHOW) "speed-up picture" $(PY) benchmarks/tp_speedup.py
 

@@ -1,8 +1,10 @@
 """Dropout: the same where tensors are whole, the rank's own where split, the same recomputed."""
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -225,6 +227,44 @@ MUTATIONS = {
 def test_the_tests_notice(what: str) -> None:
     with mutation.must_fail(*MUTATIONS[what]):
         test_with_the_same_masks_one_process_has_the_same_gradients("blocks")
+
+
+@pytest.mark.ranks(2)
+def test_python_s_and_numpy_s_numbers_are_agreed_on_too() -> None:
+    class Masking(nn.Module):
+        """As the audio models mask frames."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask_time_prob = 0.5
+
+        def forward(self, x: torch.Tensor) -> list[float]:
+            return [random.random(), float(np.random.rand())]
+
+    model = Masking()
+    plait.parallelize(model, tp_plan={})
+    model(torch.ones(1))  # the ranks have met
+    random.seed(dist.get_rank()), np.random.seed(dist.get_rank())
+    first, second = model(torch.ones(1)), model(torch.ones(1))
+    after = float(np.random.rand())  # Python's own are drawn from by the type checks of tests
+    assert everywhere(first) == [first] * 2 and first != second
+    np.random.seed(dist.get_rank())
+    assert after == float(np.random.rand()), "the user's own go on"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_compiled_models_drop_in_the_same_way() -> None:
+    split, whole = pair("blocks")
+    seed_by_rank()
+    compiled = torch.compile(split, backend="eager")
+    with torch.no_grad(), watching(split, whole) as masks:
+        compiled(**batch("blocks"))
+    kinds = [kind for _, kind in masks.kept]
+    assert kinds == [streams.OPENED, streams.SHARED] * 2
+    other = everywhere([mask for mask, _ in masks.kept])
+    equal = [torch.equal(a, b) for a, b in zip(*other, strict=True)]
+    assert equal == [False, True] * 2
 
 
 @pytest.mark.ranks(2)

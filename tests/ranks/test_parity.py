@@ -111,8 +111,8 @@ def test_collectives_of_a_llama_layer() -> None:
     assert forward == {"all_reduce": 2 * 3 + 1, "all_gather": 1}
     with count() as both:
         split(**batch).loss.backward()
-    # Backward: q, k and v share one, gate and up share one, the head has one. The logits stay split:
-    # the loss takes two small ones.
+    # Backward: q, k and v share one, gate and up share one, the head has one. The logits stay
+    # split: the loss takes two small ones.
     assert both == {"all_reduce": 2 * 3 + 1 + 2 + 2 * 3 + 1}
 
 

@@ -11,6 +11,10 @@ it. An own stream is made of one number drawn from the shared stream and the ran
 goes on from a seed made of the same number, however many numbers each rank drew in between.
 """
 
+import random
+import sys
+from typing import Any
+
 import torch
 
 SHARED = 0xA6
@@ -22,7 +26,7 @@ OPENED = 0xB5
 HELD = 0xC9
 """… of a rank's own stream that lasts until the end of a block of code."""
 
-RandomStates = tuple[torch.Tensor, torch.Tensor | None]
+RandomStates = tuple[torch.Tensor, torch.Tensor | None, Any, Any]
 
 _MASK = (1 << 64) - 1
 _LOW = (1 << 32) - 1
@@ -91,17 +95,34 @@ def end_own(kind: int = OPENED) -> bool:
     return True
 
 
+def seed_others(number: int) -> None:
+    """Begin Python's and numpy's random numbers anew, where numpy is in use."""
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
+
+
 def saved() -> RandomStates:
-    """The states of the default generators: the CPU's, and the current CUDA device's if used."""
+    """The states of the generators: the CPU's, the current CUDA device's, Python's, numpy's."""
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_cuda else None
+    numpy = sys.modules.get("numpy")
+    return (
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if on_cuda else None,
+        random.getstate(),
+        numpy.random.get_state() if numpy is not None else None,
+    )
 
 
 def restore(states: RandomStates) -> None:
-    """Set the default generators back to what `saved` returned."""
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1])
+    """Set the generators back to what `saved` returned."""
+    on_cpu, on_cuda, of_python, of_numpy = states
+    torch.set_rng_state(on_cpu)
+    if on_cuda is not None:
+        torch.cuda.set_rng_state(on_cuda)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 def _key(place: int) -> int:

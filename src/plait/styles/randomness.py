@@ -38,8 +38,9 @@ _DRAWS = frozenset({"bernoulli", "bernoulli_", "rand_like", "randn_like", "gumbe
 def agreed_randomness(tp_mesh: DeviceMesh, data_mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Random numbers in here are the same on all ranks of the tensor-parallel axis.
 
-    They begin with one number of the first rank's default generator, and differ by data rank. At
-    the end each rank's default generators are as they were, but for that one number.
+    They begin with one number of the first rank's default generator, and differ by data rank.
+    Python's and numpy's begin with it too: some models mask with these. At the end each rank's
+    generators are as they were, but for that one number.
 
     Args:
         tp_mesh: The axis whose ranks agree.
@@ -48,6 +49,15 @@ def agreed_randomness(tp_mesh: DeviceMesh, data_mesh: DeviceMesh | None = None) 
     Comm:
         One broadcast of 8 bytes, on the CPU where the process group can.
     """
+    states = _agree(tp_mesh, data_mesh)
+    try:
+        yield
+    finally:
+        streams.restore(states)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _agree(tp_mesh: DeviceMesh, data_mesh: DeviceMesh | None) -> streams.RandomStates:
     number = streams.drawn()
     if tp_mesh.size() > 1:
         sent = torch.tensor(number, device=_message_device(tp_mesh))
@@ -55,11 +65,9 @@ def agreed_randomness(tp_mesh: DeviceMesh, data_mesh: DeviceMesh | None = None) 
     if data_mesh is not None:
         number = streams.mixed(number, data_mesh.get_local_rank())
     states = streams.saved()
-    try:
-        streams.follow_shared(number)
-        yield
-    finally:
-        streams.restore(states)
+    streams.follow_shared(number)
+    streams.seed_others(number)
+    return states
 
 
 @contextmanager
@@ -176,12 +184,23 @@ def call_agreed(
     Comm:
         As `agreed_randomness`.
     """
+    _prepare(root)
+    states = _agree(*meshes)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _restore(states)
+
+
+_restore = torch.compiler.disable(streams.restore)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _prepare(root: nn.Module) -> None:
     found: _Sources = root.__dict__[_SOURCES]
     if not found.installed:
         install_borders(root)
         found.installed = True
-    with agreed_randomness(*meshes):
-        return call(*args, **kwargs)
 
 
 def install_borders(root: nn.Module) -> None:
