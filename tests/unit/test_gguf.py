@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+import plait
 from plait.errors import WeightsError
 from plait.hf.gguf import gguf_config, gguf_conversion, gguf_tokenizer
 from plait.plan.intervals import even
@@ -176,3 +177,11 @@ def test_unknown_architectures_and_damaged_files(tmp_path):
     (tmp_path / "odd.gguf").write_bytes(raw.replace(b"llama", b"xlama"))
     with pytest.raises(WeightsError, match="xlama"):
         gguf_config(tmp_path / "odd.gguf")
+
+
+def test_what_was_read_in_one_process_can_be_saved(tmp_path):
+    path = write(tmp_path / "m.gguf", "llama")
+    model = plait.AutoModelForCausalLM.from_pretrained(str(path))
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(again.state_dict()[k], x) for k, x in model.state_dict().items())

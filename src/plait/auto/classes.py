@@ -8,6 +8,7 @@ from plait import build, hf
 from plait import mesh as meshes
 from plait.auto.reading import randomness_of_first, read_split
 from plait.errors import LayoutError, PlaitError
+from plait.hf import gguf
 from plait.layout import DistributedConfig
 from plait.layout.config import refuse_other
 from plait.run import process_group
@@ -191,8 +192,10 @@ def _ordinary(
         kwargs = {**kwargs, "gguf_file": file}
         path = folder or "."
     made = auto_class.from_pretrained(path, *model_args, **kwargs)
+    model = made[0] if isinstance(made, tuple) else made
+    if "gguf_file" in kwargs:
+        gguf.forget_quantizer(model)
     if config is not None:
-        model = made[0] if isinstance(made, tuple) else made
         model._tp_size = 1
     return made
 

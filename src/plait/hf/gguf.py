@@ -215,6 +215,21 @@ def _norms_plus_one(config: Any, keys: list[str], checkpoint: Checkpoint) -> Rec
     return Source(keys[0])
 
 
+def forget_quantizer(model: Any) -> None:
+    """Let a model that transformers has dequantised from a GGUF file be saved and trained as any.
+
+    It keeps the quantizer that read the file, and would refuse to be saved because of it.
+    """
+    in_blocks = any("gguf" in type(part).__module__ for part in model.modules())
+    if in_blocks or not all(param.is_floating_point() for param in model.parameters()):
+        return  # weights left as they are in the file
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for mark in ("is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        model.__dict__.pop(mark, None)
+
+
 def _minus_one(x: Any) -> Any:
     return x - 1
 
