@@ -284,11 +284,41 @@ class ScaledLayer(torch.nn.Module):
         return x + self.scale * self.down(torch.tanh(self.up(x)))
 
 
-def scaled(layout: tuple[int, int, int]) -> tuple[Any, Any, float]:
+class InnerScaled(Scaled):
+    """The scalars multiply what is split: each rank's gradient of one is a term."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(InnerScaledLayer() for _ in range(2))
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.value
+
+
+class InnerScaledLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 10)
+        self.down = torch.nn.Linear(10, 6)
+        self.scale = Scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.scale(torch.tanh(self.up(x))))
+
+
+def scaled(layout: tuple[int, int, int], kind: type = Scaled) -> tuple[Any, Any, float]:
     torch.manual_seed(0)
-    whole = Scaled().double()
+    whole = kind().double()
     split = copy.deepcopy(whole)
     plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    if kind is InnerScaled:
+        plan["layers.*.scale"] = "replicated_with_grad_allreduce"
     plait.parallelize(split, config_of(layout), tp_plan=plan)
     data = state_of(split).data_mesh
     x = torch.randn(data.size(), 3, 6, dtype=torch.float64)
@@ -308,9 +338,10 @@ def scaled(layout: tuple[int, int, int]) -> tuple[Any, Any, float]:
 
 
 @pytest.mark.ranks(2, 4)
-def test_scalars_that_cannot_be_cut() -> None:
+@pytest.mark.parametrize("kind", [Scaled, InnerScaled])
+def test_scalars_that_cannot_be_cut(kind: type) -> None:
     layout = (1, 2, dist.get_world_size() // 2)
-    split, whole, norms = scaled(layout)
+    split, whole, norms = scaled(layout, kind)
     assert norms < 1e-12
     assert largest_difference(split, whole) < 1e-12
 
