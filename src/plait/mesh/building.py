@@ -1,12 +1,17 @@
 """The device mesh of a layout, its axes, and a rank's place on it."""
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait.errors import LayoutError
 from plait.layout import Layout, factors
+
+_MADE: "weakref.WeakKeyDictionary[Any, dict[Any, DeviceMesh]]" = weakref.WeakKeyDictionary()
+"""The meshes of each default process group: a group has threads, so one is made once a layout."""
 
 
 def build(layout: Layout, device_type: str) -> DeviceMesh:
@@ -22,8 +27,8 @@ def build(layout: Layout, device_type: str) -> DeviceMesh:
     Raises:
         LayoutError: There is no process group, or it has another size than the layout.
 
-    Comm: one group per axis is formed, collectively, unless the only axis is the whole world. All
-        ranks must call.
+    Comm: one group per axis is formed, collectively, at the first call for a layout, unless the
+        only axis is the whole world. All ranks must call.
     """
     asked = f"a mesh of {factors(layout.sizes)}"
     if not (dist.is_available() and dist.is_initialized()):
@@ -44,7 +49,13 @@ def build(layout: Layout, device_type: str) -> DeviceMesh:
         )
     always = ("tp", "dp_shard") if layout.sizes["dp_replicate"] > 1 else ("tp",)
     sizes = {name: size for name, size in layout.sizes.items() if size > 1 or name in always}
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys()))
+    key = (device_type, tuple(sizes.items()))
+    made = _MADE.setdefault(dist.group.WORLD, {})
+    if key not in made:
+        made[key] = init_device_mesh(
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys())
+        )
+    return made[key]
 
 
 def axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
