@@ -88,7 +88,7 @@ def local(
 def _axis(param: Tensor, mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None and isinstance(param, DTensor):
         mesh = param.device_mesh
-        if mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
+        if param.ndim == 0 and mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
             mesh = mesh["tp"]  # whole on the other axes, whose sums are FSDP's
     if mesh is None or mesh.ndim != 1:
         raise RankError(
