@@ -34,6 +34,7 @@ from plait.build.rules import Rules, TpPlan, rules_for, user_rules
 from plait.build.sharding import groups_for, shard
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
+from plait.hf.peft import expect_peft
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
@@ -149,6 +150,7 @@ def _split(
     if sequences is not None:
         sequence.install(module, sequences, tp_mesh)
     install_root(module)
+    expect_peft()
     module.__dict__["_tp_size"] = tp_mesh.size()
     module.__dict__["_tp_plan"] = plan.rules
     if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these

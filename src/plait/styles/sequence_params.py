@@ -122,3 +122,25 @@ def _term_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return output
     once = local(bias, "sum", mesh) * float(mesh.get_local_rank() == 0)
     return output + once.to(output.dtype)
+
+
+def follow_row(base: nn.Module, first: nn.Module, second: nn.Module) -> None:
+    """Let two factors beside a row-parallel layer, one after the other, leave what the layer leaves.
+
+    Args:
+        base: The layer. Where its activations are not split along the sequence, nothing is done.
+        first: The factor on the layer's input, row-parallel as the layer.
+        second: The factor on the first one's output, whole on every rank.
+    """
+    part: Part | None = base.__dict__.get(_ROW)
+    if part is None or _ROW in first.__dict__:
+        return
+    is_term = getattr(base.__dict__["forward"], "__func__", None)
+    wrap = wrap_term if is_term is not None and _shows_term(base) else wrap_row
+    wrap(first, part.tokens)
+    sum_gradients(second, part.tokens)
+
+
+def _shows_term(base: nn.Module) -> bool:
+    forward = base.__dict__["forward"].__func__
+    return bool(forward.__code__ is _term_forward.__code__)
