@@ -152,8 +152,7 @@ def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:
         raise _sharded("plait.adopt", model)
     axes = [state.tp_mesh, *([state.data_mesh] if state.data_mesh is not None else [])]
     asked = f"New modules in a split {own_class(model).__name__}:"
-    for mesh in axes:
-        _agree(asked, fresh, mesh)
+    _agree(asked, fresh, state.mesh if state.data_mesh is not None else state.tp_mesh)
     styles = planned_styles(asked, model, state, wrapped) | wrapped.styles(state)
     if fresh:
         values = [*fresh.values(), *_new_buffers(model)]
@@ -162,12 +161,27 @@ def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:
                 for mesh in axes:
                     tensor.data.copy_(comm.broadcast(tensor.data.contiguous(), mesh))
         cut_plain(model, state, styles, wrapped)
+    settle_adapters(model, wrapped)
+    refresh(model)
+    return tuple(fresh)
+
+
+def settle_adapters(model: nn.Module, wrapped: Wrapped | None = None) -> None:
+    """Make modules around layers work on the parts, and average their gradients over data ranks.
+
+    Args:
+        model: The root of what was split.
+        wrapped: They, where they are known.
+
+    Comm:
+        Of a model that is sharded over data ranks, one all-gather of each copied parameter.
+    """
+    wrapped, state = wrapped or look(model), state_of(model)
+    assert state is not None
     wrapped.finish(model, state)
     if state.data_mesh is not None:
         named = dict(model.named_parameters())
         average_over_data([named[name] for name in kept_names(wrapped, named)], model, state)
-    refresh(model)
-    return tuple(fresh)
 
 
 def cut_plain(
@@ -251,7 +265,11 @@ def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> N
     }
     told = meet(mesh, "new modules", own, asked=asked)
     if all(other == told[0] for other in told):
-        wrong = [f"{n} is {text}" for n, text in own.items() if not text.endswith(mesh.device_type)]
+        wrong = [
+            f"{n} is {text}"
+            for n, text in own.items()
+            if not text.endswith((mesh.device_type, "meta"))
+        ]
         if wrong:
             raise PlaitError(
                 asked, wrong, f"move them to the model's device first: .to({mesh.device_type!r})"

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from plait.hf.peft.on_parts import in_chunks, is_sharded_root
+from plait.hf.peft.saving import is_split, save_adapters, whole_state
+from plait.run.around import split_module, stand_around
 from plait.state import state_of
 from plait.surgery import adopt
+from plait.surgery.adopting import settle_adapters
 from plait.surgery.loading import is_part
 from plait.surgery.wrappers import KNOWN
 
@@ -38,6 +42,7 @@ def _install(peft: Any) -> None:
     from peft.tuners.lora.layer import LoraLayer
     from peft.tuners.lora.model import LoraModel
     from peft.tuners.tuners_utils import BaseTuner
+    from peft.utils import save_and_load
     from wrapt import wrap_function_wrapper
 
     from plait.hf.peft.layers import Adapters
@@ -45,14 +50,26 @@ def _install(peft: Any) -> None:
 
     KNOWN.extend([Adapters(), SavedModules()])
     wrap_function_wrapper(BaseTuner, "inject_adapter", _inject)
+    wrap_function_wrapper(BaseTuner, "disable_adapter_layers", _disable)
     wrap_function_wrapper(LoraModel, "_create_and_replace", _create)
     wrap_function_wrapper(LoraLayer, "_get_in_out_features", _features)
     wrap_function_wrapper(peft.PeftModel, "__init__", _make)
     wrap_function_wrapper(peft.PeftModel, "save_pretrained", _save)
+    for name, wrapper in _FUNCTIONS.items():
+        _wrap_everywhere(getattr(save_and_load, name), wrapper)
+
+
+def _wrap_everywhere(function: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
+    """Exchange a function in every module that has imported it by name."""
+    from wrapt import FunctionWrapper
+
+    name, wrapped = function.__name__, FunctionWrapper(function, wrapper)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is function:
+            module.__dict__[name] = wrapped
 
 
 def _inject(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
-    from plait.hf.peft.on_parts import in_chunks
     from plait.hf.peft.saved_modules import copyable
 
     model = args[0] if args else kwargs["model"]
@@ -88,9 +105,64 @@ def _features(call: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> A
     return call(*args, **kwargs)
 
 
+def _disable(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
+    """Disabled adapters that are merged are taken out now, and not by a forward.
+
+    In a forward FSDP has gathered the weights, and would forget what is done to them.
+    """
+    if is_sharded_root(tuner.model):
+        for part in tuner.model.modules():
+            if getattr(part, "merged_adapters", None) and hasattr(part, "base_layer"):
+                part.unmerge()
+    return call(*args, **kwargs)
+
+
 def _make(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) -> None:
     call(*args, **kwargs)
+    inner = peft_model.get_base_model()
+    if state_of(inner) is None:
+        return
+    if peft_model.base_model is inner:  # learned prompts
+        stand_around(peft_model, "base_model")
+    else:
+        stand_around(peft_model, "base_model.model")
+        stand_around(peft_model.base_model, "model")
 
 
 def _save(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) -> Any:
-    return call(*args, **kwargs)
+    if not is_split(peft_model):
+        return call(*args, **kwargs)
+    names = ("save_directory", "safe_serialization", "selected_adapters")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    save_adapters(call, peft_model, given.pop("save_directory"), given)
+    return None
+
+
+def _whole_state(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("model", "state_dict", "adapter_name"), args, strict=False)) | kwargs
+    model = given.pop("model")
+    if not is_split(model) or given.get("state_dict") is not None:
+        return call(*args, **kwargs)
+    given.pop("state_dict", None)
+    return whole_state(call, model, given)
+
+
+def _as_they_are(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """PEFT would cut whole tensors evenly; `load_state_dict` of a split model takes them whole."""
+    return args[1] if is_split(args[0]) else call(*args, **kwargs)
+
+
+def _loaded(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    found = call(*args, **kwargs)
+    model = args[0] if args else kwargs["model"]
+    if is_split(model):
+        settle_adapters(split_module(model))
+    return found
+
+
+_FUNCTIONS = {
+    "get_peft_model_state_dict": _whole_state,
+    "set_peft_model_state_dict": _loaded,
+    "_reshard_dtensor_values_for_load": _as_they_are,
+}
+"""Functions of PEFT's that others import by name → what is called in their place."""

@@ -85,6 +85,18 @@ def is_inside(layer: Any) -> bool:
     return bool(layer.__dict__.get(_INSIDE))
 
 
+def whole_value(param: Any) -> torch.Tensor:
+    """The whole of a split parameter, in its own dtype, on every rank; it may share its memory.
+
+    Comm:
+        One all-gather on each axis over which it is split.
+    """
+    layout, axis = layout_of("", param), tp_axis_of(param)
+    with torch.no_grad():
+        x = without_chunks(param, layout)
+        return gather_whole(x, layout, axis) if axis is not None else x
+
+
 @contextmanager
 def whole_weights(base: nn.Module) -> Iterator[None]:
     """Inside, a split layer holds its own parameters whole, as one process has them.
@@ -99,14 +111,10 @@ def whole_weights(base: nn.Module) -> Iterator[None]:
         One all-gather of each split parameter on each axis. All ranks must enter.
     """
     saved = []
-    with torch.no_grad():
-        for name, param in base._parameters.items():
-            if isinstance(param, DTensor):
-                layout, axis = layout_of(name, param), tp_axis_of(param)
-                x = without_chunks(param, layout)
-                x = gather_whole(x, layout, axis) if axis is not None else x
-                whole = nn.Parameter(x.clone(), param.requires_grad)
-                saved.append((name, param, layout, whole))
+    for name, param in base._parameters.items():
+        if isinstance(param, DTensor):
+            whole = nn.Parameter(whole_value(param).clone(), param.requires_grad)
+            saved.append((name, param, layout_of(name, param), whole))
     for name, _, _, whole in saved:
         base._parameters[name] = whole
     try:

@@ -20,6 +20,10 @@ from plait.surgery.loading import layout_of
 from plait.weights.sharded import fsdp_shards
 
 
+_RECORDS = "__composable_api"
+"""How the attributes begin under which torch keeps what `fully_shard` knows of a module."""
+
+
 class SavedModules:
     """What plait knows of the wrapper that holds a module and copies of it that are trained."""
 
@@ -45,7 +49,9 @@ class SavedModules:
         for copied in part.modules_to_save.values():
             for name, module in copied.named_modules():
                 for key, param in list(module._parameters.items()):
-                    if isinstance(param, DTensor) and LAYOUT not in param.__dict__:
+                    if not isinstance(param, DTensor):
+                        continue
+                    if LAYOUT not in param.__dict__ or fsdp_shards(param) is not None:
                         first = original[name]._parameters[key]
                         assert first is not None
                         _settle(module, key, layout_of(key, first), state)
@@ -88,15 +94,27 @@ def copyable(root: nn.Module) -> Iterator[None]:
 
 
 def _copied(self: Any, memo: dict[int, Any]) -> nn.Module:
-    kind, mine = type(self), self.__dict__.pop("__deepcopy__")
-    hooks = self._forward_pre_hooks, self._forward_hooks
-    empty = type(hooks[0])()
-    self.__class__ = own_class(self)
-    self._forward_pre_hooks, self._forward_hooks = empty, type(hooks[1])()
+    """A copy without FSDP: of the module's own class, with its other hooks."""
+    kind, attributes = type(self), dict(self.__dict__)
     try:
+        self.__class__ = own_class(self)
+        del self.__dict__["__deepcopy__"]
+        for name, hooks in attributes.items():
+            if name.startswith(_RECORDS):
+                del self.__dict__[name]
+            elif name.endswith("hooks") and isinstance(hooks, dict):
+                others = [(key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook)]
+                self.__dict__[name] = type(hooks)(others)
         copied: nn.Module = deepcopy(self, memo)
     finally:
         self.__class__ = kind
-        self._forward_pre_hooks, self._forward_hooks = hooks
-        self.__dict__["__deepcopy__"] = mine
+        self.__dict__.update(attributes)
     return copied
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # torch wraps some of them
+    function = getattr(function, "func", function)
+    owner = getattr(function, "__self__", None)
+    names = (getattr(function, "__module__", ""), type(owner).__module__)
+    return any(str(name).startswith("torch.distributed") for name in names)
