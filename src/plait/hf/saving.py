@@ -54,8 +54,8 @@ def save_pretrained(
         push_to_hub: Upload the directory afterwards, from the first rank.
         save_original_format: False: the model's own names and layouts.
         **kwargs: `repo_id`, `token`, `commit_message`, `create_pr`, `private` for the upload.
-            `is_main_process` is accepted and decides nothing: the first rank writes. Of a model that
-            adapters were added to, the active adapter is saved, in PEFT's format.
+            `is_main_process` is accepted and decides nothing: the first rank writes. Of a model
+            that adapters were added to, the active adapter is saved, in PEFT's format.
 
     Raises:
         WeightsError: The directory cannot be written, or an argument is unknown or asks for

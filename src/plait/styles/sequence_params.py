@@ -125,7 +125,7 @@ def _term_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def follow_row(base: nn.Module, first: nn.Module, second: nn.Module) -> None:
-    """Let two factors beside a row-parallel layer, one after the other, leave what the layer leaves.
+    """Let two factors beside a row-parallel layer leave what the layer leaves.
 
     Args:
         base: The layer. Where its activations are not split along the sequence, nothing is done.

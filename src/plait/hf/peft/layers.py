@@ -1,4 +1,4 @@
-"""PEFT's wrapping layers around split ones: which of their parameters is cut, and their forwards."""
+"""PEFT's wrapping layers around split ones: how their parameters are cut, and their forwards."""
 
 import weakref
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import sum_from
-from plait.hf.peft import dora
+from plait.hf.peft import dora, experts
 from plait.hf.peft.on_parts import ROOT, is_inside, on_parts
 from plait.hf.peft.styles import AlongFeatures, Side, factor, refused, side_of
 from plait.plan.intervals import even
@@ -47,6 +47,10 @@ class Adapters:
 
         if state.tp_size == 1:
             return {}
+        if isinstance(part, lora.ParamWrapper):
+            if not experts.can_adapt(part):
+                raise refused(part, name, f"{part.parameter_name} is split by experts")
+            return experts.styles(part)
         side = side_of(part.get_base_layer())
         if side == "none":
             return {}
@@ -71,6 +75,9 @@ class Adapters:
             name = method.__name__[1:]
             if hasattr(part, name):
                 part.__dict__[name] = MethodType(method, part)
+        if isinstance(part, lora.ParamWrapper):
+            experts.bind(part, state.tp_mesh)
+            return
         if isinstance(part, lora.Linear):
             for dropout in part.lora_dropout.values():
                 _bind_dropout(dropout, side, state.tp_mesh)

@@ -10,7 +10,7 @@
 A column-parallel `lora_B` and a row-parallel `lora_A` get the border of the layer's own style, so
 what comes out of the adapter lies as what comes out of the layer.
 
-Source: Hu et al., LoRA (arXiv 2106.09685), section 4.1: W x + (α / r) B A x.
+Source: Hu et al., LoRA (arXiv 2106.09685), section 4.1: W x + scaling · B A x.
 """
 
 from typing import Any, Literal
