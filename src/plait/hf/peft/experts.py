@@ -99,7 +99,9 @@ def _delta(module: Any, adapter: str) -> torch.Tensor:
     # A: [experts · r, in], expert by expert; B: [out, r · experts], expert innermost.
     a = a.reshape(module.num_experts, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, module.num_experts)
-    stored = "o r e, e r i -> e o i" if module._did_swap_in_out_features else "o r e, e r i -> e i o"
+    stored = (
+        "o r e, e r i -> e o i" if module._did_swap_in_out_features else "o r e, e r i -> e i o"
+    )
     return torch.einsum(stored, b, a) * scaling
 
 
@@ -109,5 +111,3 @@ def bind(part: Any, mesh: DeviceMesh) -> None:
 
     part.__dict__[_MESH] = mesh
     rebind(part, forward)
-
-

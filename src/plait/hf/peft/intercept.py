@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from plait.hf.peft import prompts
 from plait.hf.peft.on_parts import in_chunks, is_sharded_root
 from plait.hf.peft.saving import is_split, save_adapters, whole_state
 from plait.run.around import split_module, stand_around
@@ -55,6 +56,8 @@ def _install(peft: Any) -> None:
     wrap_function_wrapper(LoraLayer, "_get_in_out_features", _features)
     wrap_function_wrapper(peft.PeftModel, "__init__", _make)
     wrap_function_wrapper(peft.PeftModel, "save_pretrained", _save)
+    wrap_function_wrapper(peft.PeftModel, "_setup_prompt_encoder", prompts.set_up)
+    wrap_function_wrapper(peft.PeftModel, "get_prompt", prompts.get_prompt)
     for name, wrapper in _FUNCTIONS.items():
         _wrap_everywhere(getattr(save_and_load, name), wrapper)
 

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.comm import sum_from
 from plait.hf.peft import dora, experts
 from plait.hf.peft.on_parts import ROOT, is_inside, on_parts
-from plait.hf.peft.styles import AlongFeatures, Side, factor, refused, side_of
+from plait.hf.peft.styles import AlongFeatures, Side, along_heads, factor, refused, side_of
 from plait.plan.intervals import even
 from plait.state import ParallelState
 from plait.styles import TensorParallelLayer
+from plait.styles.heads import cut_of, rearranged
 from plait.styles.layer import rebind
 from plait.styles.params import LocalParams
 from plait.styles.randomness import split_randomness, whole_randomness
@@ -61,7 +62,7 @@ class Adapters:
         if isinstance(part, lora.Embedding):
             return _embedding(part)
         if isinstance(part, ia3.Linear):
-            return _vectors(part, side)
+            return _vectors(part, side, state.tp_mesh)
         raise refused(part, name, "this kind of adapter works on whole layers only")
 
     def finish(self, part: Any, root: nn.Module, state: ParallelState) -> None:
@@ -108,12 +109,13 @@ def _embedding(part: Any) -> dict[str, TensorParallelLayer]:
     return {"lora_embedding_A": AlongFeatures(part.get_base_layer(), 1)}
 
 
-def _vectors(part: Any, side: Side) -> dict[str, TensorParallelLayer]:
+def _vectors(part: Any, side: Side, mesh: DeviceMesh) -> dict[str, TensorParallelLayer]:
     """(IA)³ scales output features, as `[out, 1]`, or of a feed-forward layer the input's."""
     base = part.get_base_layer()
-    if part.is_feedforward:
-        return {"ia3_l": AlongFeatures(base, 1)} if side == "in" else {}
-    return {"ia3_l": AlongFeatures(base, 0)} if side == "out" else {}
+    if side != ("in" if part.is_feedforward else "out"):
+        return {}
+    dim = 1 if part.is_feedforward else 0
+    return {"ia3_l": along_heads(part.ia3_l, base, dim, mesh)}
 
 
 def _merge(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,10 +161,23 @@ def _drop_split(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         return nn.Dropout.forward(module, input)  # type: ignore[arg-type]
 
 
+class _AsSeen(LocalParams):
+    """Local parameters; those of heads that a rank's attention computes twice are there twice."""
+
+    __slots__ = ()
+
+    def local(self, name: str, param: torch.Tensor) -> torch.Tensor:
+        x = super().local(name, param)
+        cut = cut_of(self.module, name)
+        if cut is None or cut.places is None or name not in cut.dims:
+            return x
+        return rearranged(x, cut.dims[name], cut.places)
+
+
 def _forward_on_local(module: Any, *args: Any, **kwargs: Any) -> Any:
     """A wrapping layer's own forward; the parameters it keeps in dicts are local tensors."""
     held = [part for part in module._modules.values() if isinstance(part, nn.ParameterDict)]
-    contexts = [LocalParams(part) for part in held]
+    contexts = [_AsSeen(part) for part in held]
     for context in contexts:
         context.__enter__()
     try:

@@ -101,10 +101,20 @@ class Following(AlongFeatures):
 
 def factor(child: nn.Module, base: nn.Module, dim: int, mesh: DeviceMesh) -> Following:
     """The style of a linear factor on the split side of a layer; it gets the layer's heads too."""
+    _share_heads(child, base, mesh)
+    return Following(base, dim)
+
+
+def along_heads(child: nn.Module, base: nn.Module, dim: int, mesh: DeviceMesh) -> AlongFeatures:
+    """The style of vectors on the split side of a layer; they get the layer's heads too."""
+    _share_heads(child, base, mesh)
+    return AlongFeatures(base, dim)
+
+
+def _share_heads(child: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
     cut = cut_of(base)
     if cut is not None and cut_of(child) is None:
         set_cut(child, "", cut.cut, mesh)
-    return Following(base, dim)
 
 
 def refused(part: Any, name: str, reason: str) -> PlanError:
