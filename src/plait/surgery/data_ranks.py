@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from plait import comm
+from plait.plan.intervals import ParamLayout
 from plait.state import LAYOUT, ParallelState
 from plait.styles.params import set_param
 from plait.weights.sharded import fsdp_shards, without_fsdp
@@ -112,7 +113,7 @@ class Averaging:
     def _note(self, param: torch.Tensor) -> None:
         if not self._asked:
             self._asked = True
-            Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
         """Average the gradients of all trained parameters; one that no rank has stays None.
@@ -155,7 +156,7 @@ def _placed(param: nn.Parameter, mean: torch.Tensor) -> torch.Tensor:
     return DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
 
 
-def without_chunks(param: nn.Parameter, layout: Any) -> torch.Tensor:
+def without_chunks(param: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
     """The tensor-parallel part of a parameter of which FSDP has left a chunk.
 
     Comm:

@@ -115,8 +115,9 @@ def _disable(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> An
     """
     if is_sharded_root(tuner.model):
         for part in tuner.model.modules():
-            if getattr(part, "merged_adapters", None) and hasattr(part, "base_layer"):
-                part.unmerge()
+            layer: Any = part
+            if getattr(layer, "merged_adapters", None) and hasattr(layer, "base_layer"):
+                layer.unmerge()
     return call(*args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from plait.plan.intervals import ParamLayout
 from plait.state import gather_whole, local_part
 from plait.surgery.data_ranks import without_chunks
 from plait.surgery.loading import layout_of
@@ -38,7 +39,7 @@ def on_parts(layer: Any) -> Iterator[None]:
     if layer.__dict__.get(_INSIDE):
         yield
         return
-    saved: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    saved: list[tuple[nn.Module, str, Any, nn.Parameter]] = []
     in_chunks(layer.__dict__[ROOT]())
     with torch.no_grad():
         for part in layer.modules():
@@ -110,7 +111,7 @@ def whole_weights(base: nn.Module) -> Iterator[None]:
     Comm:
         One all-gather of each split parameter on each axis. All ranks must enter.
     """
-    saved = []
+    saved: list[tuple[str, Any, ParamLayout, nn.Parameter]] = []
     for name, param in base._parameters.items():
         if isinstance(param, DTensor):
             whole = nn.Parameter(whole_value(param).clone(), param.requires_grad)

@@ -33,9 +33,8 @@ def set_up(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) ->
         return call(*args, **kwargs)
     if is_sharded_root(model):
         raise PlaitError(
-            f"Learned prompts before a {own_class(model).__name__} that is sharded over data ranks:",
-            "PEFT embeds the words before it calls the model, and FSDP gathers the embedding in the "
-            "call",
+            f"Learned prompts of a {own_class(model).__name__} that is sharded over data ranks:",
+            "PEFT embeds words before it calls the model; FSDP gathers the embedding in the call",
             ["LoRA works on sharded models", "tp_size alone allows learned prompts"],
         )
     found = call(*args, **kwargs)

@@ -19,7 +19,6 @@ from plait.surgery.data_ranks import spread_over_data, without_chunks
 from plait.surgery.loading import layout_of
 from plait.weights.sharded import fsdp_shards
 
-
 _RECORDS = "__composable_api"
 """How the attributes begin under which torch keeps what `fully_shard` knows of a module."""
 
