@@ -29,17 +29,19 @@ def command(  # noqa: PLR0913 (an option each)
     top_p: options.TopP = None,
     seed: options.Seed = None,
     plan: options.PlanFile = None,
+    adapter: options.Adapter = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk to a model that is split over N ranks. /new starts over, /quit or Ctrl-D ends.
 
     Starts its own ranks, or uses those of torchrun. The first rank reads and prints.
     """
-    chosen = options.ModelOptions(model, tp, dtype, device, plan, debug)
+    chosen = options.ModelOptions(model, tp, dtype, device, plan, debug, adapter)
     sampling = options.SamplingOptions(temperature, top_k, top_p, seed)
     chosen.check()
     sampling.check()
     with ranks.reported(debug, ctx.obj == options.PARENT_PRINTS):
+        chosen.check_adapter()
         if ranks.needs_ranks(tp):
             ranks.start(sys.argv[1:], tp, debug)
             return

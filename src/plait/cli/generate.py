@@ -33,17 +33,19 @@ def command(  # noqa: PLR0913 (an option each)
         bool, typer.Option("--json", help="Print tokens, text and costs as one JSON object.")
     ] = False,
     plan: options.PlanFile = None,
+    adapter: options.Adapter = None,
     debug: options.Debug = False,
 ) -> None:
     """Generate text, with the model split over N ranks.
 
     Starts its own ranks, or uses those of torchrun. The first rank prints.
     """
-    chosen = options.ModelOptions(model, tp, dtype, device, plan, debug)
+    chosen = options.ModelOptions(model, tp, dtype, device, plan, debug, adapter)
     sampling = options.SamplingOptions(temperature, top_k, top_p, seed)
     chosen.check()
     sampling.check()
     with ranks.reported(debug, ctx.obj == options.PARENT_PRINTS):
+        chosen.check_adapter()
         if ranks.needs_ranks(tp):
             ranks.start(sys.argv[1:], tp, debug)
             return

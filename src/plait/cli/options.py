@@ -40,6 +40,9 @@ PlanFile = Annotated[
         dir_okay=False,
     ),
 ]
+Adapter = Annotated[
+    str | None, typer.Option("--adapter", help="Directory of an adapter in PEFT's files.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and logs.")]
 
 
@@ -55,6 +58,7 @@ class ModelOptions:
         device: "cpu", "cuda" or None for the default.
         plan: A YAML file of rules, or None for the model's own plan.
         debug: Show tracebacks and logs.
+        adapter: Directory of an adapter in PEFT's files, or None.
     """
 
     model: str
@@ -63,9 +67,21 @@ class ModelOptions:
     device: str | None
     plan: Path | None
     debug: bool
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", os.path.expanduser(self.model))
+
+    def check_adapter(self) -> None:
+        """Refuses a directory that holds no adapter, before ranks start.
+
+        Raises:
+            PlaitError: As `plait.hf.peft.reading.check_adapter`.
+        """
+        if self.adapter is not None:
+            from plait.hf.peft.reading import check_adapter
+
+            check_adapter(self.adapter)
 
     def check(self) -> None:
         """Refuses what no run could use.

@@ -147,6 +147,10 @@ def open_session(options: ModelOptions) -> Session:
     model = model.to(device).eval()
     state = vars(model).get("_plait")
     report = vars(model).get("_plait_report")
+    if options.adapter is not None:
+        from plait.hf.peft.reading import with_adapter
+
+        with_adapter(model, options.adapter)
     return Session(
         model=model,
         tokenizer=tokenizer,
