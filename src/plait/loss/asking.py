@@ -166,7 +166,8 @@ def _call(
     if not (given or places or wanted):
         return forward(*args, **kwargs)
     data_mesh = None if module.__dict__.get(ALONE) else data_mesh
-    record = Record(data_mesh, idle=idle, num_items=kwargs.get(ITEMS))
+    by_place = dict(zip(names, args, strict=False))
+    record = Record(data_mesh, idle=idle, num_items=kwargs.get(ITEMS, by_place.get(ITEMS)))
     kwargs = {n: _labels(x, record) if n in given else x for n, x in kwargs.items()}
     args = tuple(_labels(x, record) if i in places else x for i, x in enumerate(args))
     split = [] if whole else heads(module)
@@ -245,7 +246,8 @@ def _loss_of(output: Any) -> Tensor | None:
 
 def _warn(module: nn.Module, output: Any, data_mesh: DeviceMesh) -> None:
     """Say once for each class of model that its loss is that of a rank's own samples."""
-    loss, kind = _loss_of(output), type(module)
+    loss = _loss_of(output)
+    kind = next(x for x in type(module).__mro__ if not x.__name__.startswith("FSDP"))
     if loss is None or not loss.requires_grad or kind in _WARNED or data_mesh.get_local_rank():
         return
     _WARNED.add(kind)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from plait.comm import all_reduce, announce_failure
+from plait.comm import all_reduce, mark_announced
 from plait.comm.once import first_order
 from plait.errors import PlaitError
 from plait.loss.labels import Record, plain
@@ -51,6 +51,9 @@ def reduce_tokens(
     weight = count if weight is None else weight
     if record.idle:
         losses = losses.masked_fill(torch.ones_like(losses, dtype=torch.bool), 0)
+        if record.data_mesh is None:  # a loss outside of a model, which nobody else is part of
+            loss = losses if reduction == "none" else losses.sum()
+            return loss if dtype is None else loss.to(dtype)
         weight, count = torch.zeros_like(weight), torch.zeros_like(count)
     if reduction == "none":
         return losses if dtype is None else losses.to(dtype)
@@ -82,14 +85,15 @@ def _check_items(record: Record, sums: Tensor) -> None:
         record: Of this rank.
         sums: Of the ranks' numbers, and of their squares.
     """
-    if record.num_items is None or record.data_mesh is None:
-        return  # no number is read that would have to be waited for; a rank that gave one looks
-    size = record.data_mesh.size()
+    assert record.data_mesh is not None
+    if record.num_items is None and not sums.is_cpu:
+        return  # nothing is waited for where none was given
+    size, own = record.data_mesh.size(), record.num_items
     first, second = sums.tolist()
-    if abs(size * second - first * first) <= 1e-13 * first * first:
+    if abs(size * second - first * first) <= 64 * torch.finfo(sums.dtype).eps * first * first:
         return
     error = PlaitError(
-        f"model(…, num_items_in_batch={float(record.num_items):g}):",
+        f"model(…, num_items_in_batch={own if own is None else format(float(own), 'g')}):",
         f"the {size} data ranks gave different numbers, {first:g} in all: the loss is the sum over "
         "all of them, so each has to be given the number of all",
         [
@@ -97,8 +101,7 @@ def _check_items(record: Record, sums: Tensor) -> None:
             "torch.distributed.all_reduce(n) over the data ranks before the call",
         ],
     )
-    announce_failure(record.data_mesh, error)
-    raise error
+    raise mark_announced(error)  # all ranks raise it
 
 
 class _OfAllRanks(Function):
