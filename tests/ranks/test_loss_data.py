@@ -120,9 +120,13 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Loss]] = {
         classes,
         lambda y, t: F.nll_loss(y.log_softmax(-1).flatten(0, 1), t.view(-1), weight=WEIGHT),
     ),
-    "smoothed weights": (
+    "weights sum": (
         classes,
         lambda y, t: F.cross_entropy(*flat(y, t), weight=WEIGHT, reduction="sum"),
+    ),
+    "sum by count": (
+        classes,
+        lambda y, t: F.cross_entropy(*flat(y, t), reduction="sum") / (t != -100).sum(),
     ),
     "probabilities": (
         numbers,
@@ -331,8 +335,9 @@ import copy, sys
 import torch, plait
 from plait.layout import DistributedConfig
 from plait.testing import add_noise, tiny
+from plait.train.batches import without_labels
 
-sizes, ranks = eval(sys.argv[1]), None
+sizes = eval(sys.argv[1])
 graphs = []
 
 
@@ -368,6 +373,9 @@ for backend, how in ((counting, "model"), ("aot_eager", "model"), (counting, "la
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-4, atol=1e-6)
     assert graphs or how == "model", how
     if data is not None and how == "model":
+        marked = without_labels(mine) if rank else mine  # a rank without a sample
+        expected = whole(**{name: x[:1] for name, x in batch.items()}).loss
+        torch.testing.assert_close(called(**marked).loss, expected, rtol=1e-6, atol=0)
         try:
             torch.compile(split, backend="eager", fullgraph=True)(**mine)
         except Exception as error:

@@ -143,7 +143,8 @@ def call(
 
 def _may_have_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     named = any(kwargs.get(name) is not None for name in LABELS)
-    return named or len(args) > 1 or bool(module.__dict__.get(_WANTED, False))
+    idle = any(isinstance(x, Placeholder) for x in (*args, *kwargs.values()))
+    return named or idle or len(args) > 1 or bool(module.__dict__.get(_WANTED, False))
 
 
 def _call(

@@ -10,6 +10,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from plait.loss.naming import attributes, functions
 
+IS_SUM = "_plait_is_sum"
+"""Attribute of a loss: whether it is the sum over the tokens of all data ranks."""
+
 
 @dataclass
 class Record:
@@ -64,6 +67,10 @@ class Labels(Tensor):
         kwargs = kwargs or {}
         if func in ANSWERS:
             return ANSWERS[func](func, args, kwargs)
+        if func in _DIVISIONS and _is_sum_by_labels(*args):
+            from plait.loss.reduction import count_of_all
+
+            return func(args[0], count_of_all(args[1].plain(), args[1].record), **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
@@ -133,6 +140,12 @@ def plain(x: Any) -> Any:
     return x.plain() if isinstance(x, Labels | Placeholder) else x
 
 
+def _is_sum_by_labels(loss: Any, by: Any, *_: Any) -> bool:
+    """Whether a sum over all ranks is divided by a number that is of this rank's labels."""
+    one = isinstance(by, Labels) and not by.ndim
+    return one and isinstance(loss, Tensor) and bool(loss.__dict__.get(IS_SUM))
+
+
 def _labels(x: Tensor, record: Record, floats: bool) -> Tensor:
     if isinstance(x, Labels) or type(x) is not Tensor or (x.is_floating_point() and not floats):
         return x
@@ -144,6 +157,8 @@ def _holds_labels(result: Any, given: list[Tensor]) -> bool:
         return not result.is_floating_point() or all(isinstance(x, Labels) for x in given)
     return isinstance(result, tuple | list) and any(isinstance(x, Tensor) for x in result)
 
+
+_DIVISIONS = frozenset(functions("div divide true_divide __truediv__ div_ __itruediv__"))
 
 _MEMORY = frozenset(
     functions(

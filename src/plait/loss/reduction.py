@@ -15,7 +15,7 @@ from torch.autograd import Function
 from plait.comm import all_reduce, mark_announced
 from plait.comm.once import first_order
 from plait.errors import PlaitError
-from plait.loss.labels import Record, plain
+from plait.loss.labels import IS_SUM, Record, plain
 
 TOKENS = "_plait_tokens"
 """Attribute of a loss: how many tokens, of all data ranks, it is the mean or sum of."""
@@ -73,9 +73,22 @@ def reduce_tokens(
         weight, count = found[1], found[2].long()
     loss = total / weight.to(total.dtype) if reduction == "mean" else total
     loss = loss.to(dtype)
-    loss.__dict__[TOKENS] = count
+    loss.__dict__[TOKENS], loss.__dict__[IS_SUM] = count, reduction == "sum"
     record.counts.append(count)
     return loss
+
+
+def count_of_all(count: Tensor, record: Record) -> Tensor:
+    """A number of labels by which a model divides a sum: that of all data ranks.
+
+    Args:
+        count: Of this rank, a scalar.
+        record: The call of the model.
+
+    Comm: with a data mesh one all-reduce of a number.
+    """
+    count = torch.zeros_like(count) if record.idle else count
+    return count if record.data_mesh is None else all_reduce(count, record.data_mesh)
 
 
 def _check_items(record: Record, sums: Tensor) -> None:
