@@ -175,12 +175,22 @@ class ChunkReader(FileSystemReader):
         )
         return x
 
-    def fill(self, wanted: Sequence[tuple[str, Held]]) -> None:
-        """Copies what this rank holds of each tensor into its place, cast to its dtype."""
+    def items(self, wanted: Sequence[tuple[str, Held]]) -> list[ReadItem]:
+        """What `fill` would read; raises as it would where something is not stored."""
+        return self._planned(wanted)[1]
+
+    def _planned(
+        self, wanted: Sequence[tuple[str, Held]]
+    ) -> "tuple[BoxLoadPlanner, list[ReadItem]]":
         planner = BoxLoadPlanner(wanted)
         planner.set_up_planner({}, self.metadata)
+        return planner, list(planner.create_local_plan().items)
+
+    def fill(self, wanted: Sequence[tuple[str, Held]]) -> None:
+        """Copies what this rank holds of each tensor into its place, cast to its dtype."""
+        planner, items = self._planned(wanted)
         by_file: dict[str, dict[int, list[ReadItem]]] = {}
-        for item in planner.create_local_plan().items:
+        for item in items:
             info = self.storage_data[item.storage_index]
             place = by_file.setdefault(info.relative_path, {})
             place.setdefault(info.offset, []).append(item)
