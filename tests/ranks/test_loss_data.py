@@ -48,6 +48,18 @@ class Net(nn.Module):
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+class Headed(nn.Module):
+    """A head that is split, and stays so in a call with labels."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.up, self.lm_head = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.lm_head(self.up(x).tanh()), labels)
+
+
 class Targets(Net):
     """The same, whose labels go by another name."""
 
@@ -182,6 +194,28 @@ def test_losses_of_torch() -> None:
             unequal(name)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.ranks(4)
+def test_a_split_head() -> None:
+    for name in ("mse", "bce logits", "kl batchmean", "weights", "nll weights", "ctc"):
+        make, loss = LOSSES[name]
+        torch.manual_seed(0)
+        whole = Headed(loss).double()
+        split = copy.deepcopy(whole)
+        config = DistributedConfig(dp_shard_size=2, tp_size=2)
+        plait.parallelize(split, config, tp_plan={"lm_head": "colwise_gather_output"})
+        generator = torch.Generator().manual_seed(1)
+        parts = [
+            (torch.randn((n, 4, 8), generator=generator).double(), make(generator, n))
+            for n in (1, 3)
+        ]
+        data = plait.state.state_of(split).data_mesh
+        found = split(*parts[data.get_local_rank()])
+        expected = whole(*map(torch.cat, zip(*parts, strict=True)))
+        found.backward()
+        expected.backward()
+        same(split, whole, found, expected)
 
 
 @pytest.mark.ranks(2)
