@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from plait.loss.labels import Labels, Placeholder, Record
 from plait.loss.logits import SplitLogits
-from plait.loss.reduction import TOKENS
+from plait.loss.reduction import OTHERS, TOKENS
 from plait.loss.vocabulary import Vocabulary
 from plait.plan import words
 
@@ -229,8 +229,9 @@ def _word(name: str) -> str:
 def _note(module: nn.Module, output: Any, record: Record) -> None:
     """Remember of how many tokens the loss is, on the model and on the loss that it returns."""
     count = record.counts[0]
-    for other in record.counts[1:]:
-        count = torch.maximum(count, other)
+    if len(record.counts) > 1:
+        count = torch.stack([x.to(count.device) for x in record.counts]).amax()
+        count.__dict__[OTHERS] = tuple(record.counts)
     module.__dict__[_COUNT] = count
     loss = _loss_of(output)
     if loss is not None:

@@ -20,6 +20,12 @@ from plait.loss.labels import IS_SUM, Record, plain
 TOKENS = "_plait_tokens"
 """Attribute of a loss: how many tokens, of all data ranks, it is the mean or sum of."""
 
+WEIGHT = "_plait_weight"
+"""Attribute of such a number: what the mean was divided by instead, where tokens have weights."""
+
+OTHERS = "_plait_others"
+"""Attribute of such a number: those of all losses that a model has computed in one call."""
+
 
 def reduce_tokens(
     losses: Tensor,
@@ -48,6 +54,7 @@ def reduce_tokens(
     Comm:
         With a data mesh forward one all-reduce of five numbers; backward nothing.
     """
+    has_weights = weight is not None
     weight = count if weight is None else weight
     if record.idle:
         losses = losses.masked_fill(torch.ones_like(losses, dtype=torch.bool), 0)
@@ -74,6 +81,8 @@ def reduce_tokens(
     loss = total / weight.to(total.dtype) if reduction == "mean" else total
     loss = loss.to(dtype)
     loss.__dict__[TOKENS], loss.__dict__[IS_SUM] = count, reduction == "sum"
+    if has_weights:
+        count.__dict__[WEIGHT] = weight
     record.counts.append(count)
     return loss
 

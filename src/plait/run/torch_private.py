@@ -67,6 +67,31 @@ def fsdp_has_run(root: nn.Module) -> bool:
     return group is not None and bool(_named(group, "_reset_sharded_params"))
 
 
+def fsdp_reduces(part: nn.Module) -> bool:
+    """Whether the next backward of a module that FSDP shards reduces its gradients."""
+    groups = _named(_named(part, "_get_fsdp_state")(), "_fsdp_param_groups")
+    return all(_named(group, "reduce_grads") for group in groups)
+
+
+def drop_unreduced(part: nn.Module) -> None:
+    """Forget the gradients that FSDP keeps of one module until they are reduced."""
+    for group in _named(_named(part, "_get_fsdp_state")(), "_fsdp_param_groups"):
+        for param in _named(group, "fsdp_params"):
+            param.unsharded_accumulated_grad = None
+            gathered = getattr(param, "_unsharded_param", None)  # there after the first forward
+            if gathered is not None:
+                gathered.grad = None
+
+
+def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
+    """What a gradient scaler has found in an optimizer's gradients since its last update.
+
+    Numbers by device, 0 where all were finite. Fused optimizers are handed them in their step.
+    """
+    found = _named(scaler, "_per_optimizer_states")[id(optimizer)]["found_inf_per_device"]
+    return list(found.values())
+
+
 def stored_at(file: str, offset: int, nbytes: int) -> Any:
     """Where torch's checkpoint reader finds a tensor."""
     from torch.distributed.checkpoint import filesystem
