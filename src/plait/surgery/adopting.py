@@ -201,7 +201,10 @@ def cut_plain(
     Comm: none.
     """
     modules = dict(model.named_modules())
+    fresh = plain_parameters(model)
     own = wrapped.own | set(wrapped.parts)
+    if set(kept_names(wrapped, fresh)) == set(fresh):  # nothing else is new
+        modules = {name: modules[name] for name in modules if name in own}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for owner in sorted(modules, key=lambda name: name not in styles):  # tied ones follow these
         part, style = modules[owner], styles.get(owner)
