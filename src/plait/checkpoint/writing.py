@@ -127,6 +127,8 @@ def commit(job: Job, reports: Sequence[Report]) -> None:
 def _commit(job: Job, reports: Sequence[Report]) -> None:
     files = {name: file for report in reports for name, file in report.files.items()}
     files[TRAINING] = write(job.partial / TRAINING, job.training)
+    count = str(folders.next_count(job.final.parent)).encode()
+    files[folders.ORDER] = write(job.partial / folders.ORDER, count)
     about: dict[str, Any] = {"plait": version("plait"), "torch": torch.__version__}
     about["model_class"] = job.model_class
     if job.pretrained is not None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from plait.plan.sequence import BY_TOKEN
+from plait.run import torch_private
 from plait.styles.attention import positional
 from plait.styles.layer import first_input, rebind
 from plait.styles.randomness import split_randomness, whole_randomness
@@ -149,7 +150,7 @@ def _is_again(tokens: Tokens) -> bool:
     Raises:
         PlanError: Nothing tells.
     """
-    if True not in tokens.recorded or torch._C._current_graph_task_id() == -1:
+    if True not in tokens.recorded or not torch_private.in_backward():
         return False
     if False in tokens.recorded:
         raise tokens.refusal(

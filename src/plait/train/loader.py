@@ -1,8 +1,8 @@
 """A data loader over a layout: each data rank its own samples, a tensor-parallel group the same.
 
 Every step is taken by all ranks. Where the last samples do not suffice for all data ranks, a rank
-without any gets a copy of the first one's batch whose labels are all ignored, so that it counts in
-no token-weighted loss; no sample is seen twice.
+without any gets a copy of the first one's batch that is marked, so that it counts in no loss of a
+model; no sample is seen twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -143,8 +143,6 @@ class DataRankLoader:
         self._running.begin(self)
         try:
             for number, ((batch, turn), is_last) in enumerate(_with_last(given)):
-                if turn.sizes[self.places.data_rank] == 0:
-                    batch = contents.without_labels(batch)
                 if number == 0:
                     compare_first(self.places, self._epoch, turn, batch)
                 self.turn, self.is_last = turn, is_last
@@ -153,7 +151,10 @@ class DataRankLoader:
                     "batches": turn.batches + self._source.batches_per_step,
                     "steps": turn.steps + 1,
                 }
-                yield self._place(batch)
+                batch = self._place(batch)
+                if self.is_placeholder:
+                    batch = contents.without_labels(batch)
+                yield batch
         except Exception as error:  # of the data set, on this rank alone; the others would wait
             comm.announce_failure(None, error)
             raise
