@@ -253,6 +253,25 @@ def test_sequence_parallel_and_recomputed(recompute: bool | None) -> None:
     train(split, whole, tolerance=1e-10 if recompute is None else 1e-5, exactly=recompute is None)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("around", [True, False])
+def test_adapters_that_were_there_before_the_split(around: bool) -> None:
+    whole: Any = add_noise(tiny.model("llama", **MODELS["llama"][1])).train()
+    options: Any = {"target_modules": [*ALL, "embed_tokens"], "init_lora_weights": False}
+    if around:
+        config = peft.LoraConfig(modules_to_save=["lm_head"], task_type="CAUSAL_LM", **options)
+        whole = peft.get_peft_model(whole, config, autocast_adapter_dtype=False)
+    else:
+        whole.add_adapter(peft.LoraConfig(**options))
+    split = copy.deepcopy(whole)
+    same = plait.parallelize(split, plait.DistributedConfig(**LAYOUTS[dist.get_world_size()][0]))
+    assert same is split
+    same_weights(split, whole)
+    train(split, whole)
+    if around:
+        merge_and_unload(split, whole)
+
+
 @pytest.mark.ranks(2)
 def test_bfloat16() -> None:
     split, whole = pair("llama", {"tp_size": 2}, torch.bfloat16)
@@ -443,6 +462,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(plait.PlaitError, match="there is no adapter 'other'"):
         split.save_pretrained(tmp_path / "new", selected_adapters=["other"])
     assert not (tmp_path / "new").exists()
+    with pytest.raises(plait.PlaitError, match="combine them in one process"):
+        split.add_weighted_adapter(["default"], [0.5], "half")
     whole = tiny.model("llama")
     plait.parallelize(whole, plait.DistributedConfig(tp_size=2))
     with pytest.raises(plait.PlaitError, match="this kind of adapter works on whole layers only"):
