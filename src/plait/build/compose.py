@@ -34,6 +34,7 @@ from plait.build.rules import Rules, TpPlan, rules_for, user_rules
 from plait.build.sharding import groups_for, shard
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
+from plait.hf.peft import expect_peft, split_with_adapters
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
@@ -98,6 +99,13 @@ def parallelize(
             ["make a new module", "split the whole in one call, with the rules for its parts"],
         )
     config = config if config is not None else _default_config(device_mesh)
+    expect_peft()
+
+    def inside(inner: nn.Module) -> nn.Module:
+        return parallelize(inner, config, tp_plan, device_mesh=device_mesh, check=check)
+
+    if split_with_adapters(module, inside):
+        return module
     mesh = device_mesh if device_mesh is not None else mesh_for(config)
     if mesh is None:
         return module

@@ -14,10 +14,16 @@ from plait.styles import randomness
 from plait.styles.layer import rebind
 
 _INNER = "_plait_inner_forward"
+_CALLED = "_plait_called"  # on a sharded module: whether FSDP knows of the forward that begins
 _WATCH = "_plait_watch"  # what surgery remembers; another object after a module was exchanged
 
 
 def _root_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    called = module.__dict__.get(_CALLED)
+    if called is False:  # PEFT runs a model's forward without calling the model
+        return module(*args, **kwargs)
+    if called:
+        module.__dict__[_CALLED] = False
     try:
         surgery.adopt_new(module)  # a head that was put in since; see docs/how-to/surgery.md
         if randomness.drops_in(module, module.__dict__.get(_WATCH)):
@@ -38,6 +44,20 @@ def _inner(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = inner if inner is not None else partial(type(module).forward, module)
     data_mesh = state.data_mesh if state is not None else None
     return asking.call(module, forward, args, kwargs, data_mesh)
+
+
+def expect_calls(module: nn.Module) -> None:
+    """Make a forward that is run without a call of the module a call: FSDP gathers parameters then.
+
+    Args:
+        module: The module, after FSDP has sharded it.
+    """
+    module.__dict__[_CALLED] = False
+    module.register_forward_pre_hook(_note_call)
+
+
+def _note_call(module: nn.Module, args: Any) -> None:
+    module.__dict__[_CALLED] = True
 
 
 def install_root(module: nn.Module) -> None:

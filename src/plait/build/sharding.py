@@ -25,6 +25,7 @@ from plait import surgery
 from plait.build import scalars
 from plait.build.axes import fsdp_axes
 from plait.build.names import names_of
+from plait.build.root import expect_calls
 from plait.errors import PlanError
 from plait.layout import ParallelismConfig
 from plait.plan import ModelNames
@@ -112,6 +113,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
         param.__dict__.update(notes[name])
     surgery.watch(module)
     surgery.keep_dtype(module)
+    expect_calls(module)
 
 
 def mixed_precision(asked: bool | str) -> MixedPrecisionPolicy:

@@ -9,6 +9,7 @@ from torch import nn
 
 from plait.hf import generation, resizing, saving
 from plait.hf.features import bind_features
+from plait.hf.peft.loading import load_adapter
 from plait.state import STATE, ParallelState, gathered, own_class
 
 
@@ -34,6 +35,7 @@ def adapt(model: Any, state: ParallelState) -> None:
             part.__dict__[STATE] = replace(state, layouts=layouts)
         bind_features(part)
         part.__dict__["save_pretrained"] = MethodType(saving.save_pretrained, part)
+        part.__dict__["load_adapter"] = MethodType(load_adapter, part)
         part.__dict__["resize_token_embeddings"] = MethodType(
             resizing.resize_token_embeddings, part
         )

@@ -16,6 +16,7 @@ from plait.surgery.adopting import cut_plain
 from plait.surgery.loading import layout_of
 from plait.surgery.planned import planned_styles
 from plait.surgery.watching import is_root
+from plait.surgery.wrappers import look
 from plait.weights.outcome import meet
 
 
@@ -75,7 +76,10 @@ def resize_token_embeddings(
             model, new_num_tokens, pad_to_multiple_of, mean_resizing
         )
         _keep_head(model, head)
-        cut_plain(model, state, planned_styles(asked, model, state))
+        wrapped = look(model)
+        styles = planned_styles(asked, model, state, wrapped) | wrapped.styles(state)
+        cut_plain(model, state, styles, wrapped)
+        wrapped.finish(model, state)
     return model.get_input_embeddings()
 
 

@@ -12,6 +12,7 @@ from plait import comm
 from plait.errors import WeightsError
 from plait.hf.conversion import revert, saved_names
 from plait.hf.exporting import write_configs
+from plait.hf.peft.saving import save_of_model
 from plait.run import progress
 from plait.state import ParallelState, state_of
 from plait.weights import ModuleStore, save, together
@@ -53,8 +54,8 @@ def save_pretrained(
         push_to_hub: Upload the directory afterwards, from the first rank.
         save_original_format: False: the model's own names and layouts.
         **kwargs: `repo_id`, `token`, `commit_message`, `create_pr`, `private` for the upload.
-            `is_main_process` and `save_peft_format` are accepted and decide nothing: the first
-            rank writes the whole model.
+            `is_main_process` is accepted and decides nothing: the first rank writes. Of a model
+            that adapters were added to, the active adapter is saved, in PEFT's format.
 
     Raises:
         WeightsError: The directory cannot be written, or an argument is unknown or asks for
@@ -67,6 +68,9 @@ def save_pretrained(
     """
     state = state_of(model)
     assert state is not None  # bound by parallelize
+    if getattr(model, "_hf_peft_config_loaded", False) and kwargs.get("save_peft_format", True):
+        save_of_model(model, save_directory)
+        return
     asked = f"save_pretrained({os.fspath(save_directory)!r}):"
     given = {"save_directory": save_directory, "max_shard_size": max_shard_size, **kwargs}
     _meet(state, asked, _refusal(model, asked, given))
@@ -99,7 +103,7 @@ def _refusal(model: Any, asked: str, kwargs: Mapping[str, Any]) -> WeightsError 
             hint = f" (closest: {', '.join(near)})" if near else ""
             problems.append(f"there is no argument {name}{hint}")
     if getattr(model, "_hf_peft_config_loaded", False):
-        problems.append("adapters of a split model are not saved yet")
+        problems.append("save_peft_format=False: adapters are saved in PEFT's format")
     ways = ["leave out what is named: the whole model's tensors are gathered from the ranks"]
     return WeightsError(asked, problems, ways) if problems else None
 

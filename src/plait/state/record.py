@@ -1,7 +1,7 @@
 """What plait remembers about a module it has split."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.plan import Plan
 from plait.plan.intervals import ParamLayout
+from plait.run.around import place_of_split
 
 STATE = "_plait"
 LAYOUT = "_plait_layout"  # on a parameter whose placement does not say where its pieces belong
@@ -61,6 +62,15 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def state_of(module: nn.Module) -> ParallelState | None:
-    """The state that `parallelize` left on `module`, or None where it was not split."""
+    """The state that `parallelize` left on `module`, or None where it was not split.
+
+    Of a model of PEFT around a split one it is that of the split one, with the names in `module`.
+    """
     state: ParallelState | None = module.__dict__.get(STATE)
+    around = place_of_split(module) if state is None else ""
+    if around:
+        inside = state_of(module.get_submodule(around))
+        if inside is not None:
+            layouts = {f"{around}.{name}": layout for name, layout in inside.layouts.items()}
+            return replace(inside, layouts=layouts)
     return state

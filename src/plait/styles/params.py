@@ -15,6 +15,9 @@ from plait.comm import local
 GradMode = Literal["own", "sum"]
 """A rank's gradient of a parameter is its own (whole, or of its shard), or one term of a sum."""
 
+ADDED = "_plait_added"
+"""On a module: parameter name → a function of its local tensor, whose result the forward sees."""
+
 CUTS = "_plait_cut"  # on a module: how its parameters are cut on the borders of heads
 
 
@@ -104,7 +107,9 @@ class LocalParams:
 
     def local(self, name: str, param: torch.Tensor) -> torch.Tensor:
         """What the forward sees of one parameter."""
-        return needed_param(self.module, name, local(param, self.mode(name)))
+        x = needed_param(self.module, name, local(param, self.mode(name)))
+        added = self.module.__dict__.get(ADDED)
+        return added[name](x) if added and name in added else x
 
     def mode(self, name: str) -> GradMode:
         """The gradient mode of a parameter."""

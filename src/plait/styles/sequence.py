@@ -36,6 +36,7 @@ class Part:
         is_last: A block: the last one.
         cuts_output: A region: whether its output is whole.
         sums_output: A region: whether its output is a term of a sum.
+        leaves_term: A layer in a region: whether it leaves such a term.
         by_token: A block: arguments with a row for every token beside the hidden states, and their
             places.
     """
@@ -46,6 +47,7 @@ class Part:
     is_last: bool = False
     cuts_output: bool = False
     sums_output: bool = False
+    leaves_term: bool = False
     by_token: Mapping[str, int] = field(default_factory=dict)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

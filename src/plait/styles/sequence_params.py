@@ -103,7 +103,8 @@ def can_leave_term(module: nn.Module) -> bool:
 def wrap_term(module: nn.Module, tokens: Tokens) -> None:
     """Let experts, or a row-parallel layer beside them, leave a term of the sum of all ranks."""
     is_row = _is_plain_row(module)
-    module.__dict__[_ROW] = Part(tokens, module.__dict__.get("forward"), cuts_output=not is_row)
+    before = module.__dict__.get("forward")
+    module.__dict__[_ROW] = Part(tokens, before, cuts_output=not is_row, leaves_term=True)
     rebind(module, _term_forward)
 
 
@@ -122,3 +123,19 @@ def _term_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return output
     once = local(bias, "sum", mesh) * float(mesh.get_local_rank() == 0)
     return output + once.to(output.dtype)
+
+
+def follow_row(base: nn.Module, first: nn.Module, second: nn.Module) -> None:
+    """Let two factors beside a row-parallel layer leave what the layer leaves.
+
+    Args:
+        base: The layer. Where its activations are not split along the sequence, nothing is done.
+        first: The factor on the layer's input, row-parallel as the layer.
+        second: The factor on the first one's output, whole on every rank.
+    """
+    part: Part | None = base.__dict__.get(_ROW)
+    if part is None or _ROW in first.__dict__:
+        return
+    wrap = wrap_term if part.leaves_term else wrap_row
+    wrap(first, part.tokens)
+    sum_gradients(second, part.tokens)

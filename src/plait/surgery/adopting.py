@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from plait import comm
 from plait.errors import PlaitError, RankError
 from plait.state import LAYOUT, STATE, ParallelState, own_class, state_of
-from plait.styles import TensorParallelLayer
+from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
 from plait.styles.containers import style_of_rest
 from plait.styles.params import replicate
+from plait.surgery.data_ranks import average_over_data, spread_over_data
 from plait.surgery.keeping import keep_records
 from plait.surgery.loading import is_part, layout_of, take_whole_tensors
 from plait.surgery.planned import planned_styles, single_style
@@ -30,6 +31,7 @@ from plait.surgery.watching import (
     sharded_since,
     watch,
 )
+from plait.surgery.wrappers import Wrapped, kept_names, look
 from plait.weights.outcome import meet
 
 _log = logging.getLogger("plait")
@@ -65,9 +67,7 @@ def adopt(model: nn.Module) -> tuple[str, ...]:
     if state is None:
         return ()
     refuse_part(model, "plait.adopt")
-    if is_sharded(model):
-        if has_changed(model):
-            raise _sharded("plait.adopt", model)
+    if is_sharded(model) and not has_changed(model) and not plain_parameters(model):
         return ()
     return _adopt(model, state)
 
@@ -85,7 +85,10 @@ def adopt_new(model: nn.Module) -> tuple[str, ...]:
         return ()
     state = state_of(model)
     if is_sharded(model) and not sharded_since(model):
-        raise _sharded("The forward", model)
+        if all(is_part(part) for part in model.modules()):  # adapters were taken out again
+            watch(model)
+            return ()
+        raise _sharded("The forward", model, look(model))
     if state is None or not plain_parameters(model):
         watch(model)
         return ()
@@ -127,9 +130,16 @@ def refuse_sharded(model: nn.Module, asked: str) -> None:
         raise _sharded(asked, model)
 
 
-def _sharded(asked: str, model: nn.Module) -> PlaitError:
+def _sharded(asked: str, model: nn.Module, wrapped: Wrapped | None = None) -> PlaitError:
+    asked = f"{asked} of a {own_class(model).__name__} that is sharded over data ranks:"
+    if wrapped is not None and wrapped.parts:
+        return PlaitError(
+            asked,
+            f"adapters were put in that are no part of it yet: {next(iter(wrapped.parts))}",
+            "plait.adopt(model) on all ranks, before the optimizer is made",
+        )
     return PlaitError(
-        f"{asked} of a {own_class(model).__name__} that is sharded over data ranks:",
+        asked,
         "modules and parameters cannot be exchanged any more: the new ones would be in no group of "
         "FSDP, and their gradients would not be reduced",
         ["change the model first, and call plait.parallelize then", "tp_size alone allows it"],
@@ -137,24 +147,48 @@ def _sharded(asked: str, model: nn.Module) -> PlaitError:
 
 
 def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:
-    fresh = plain_parameters(model)
-    mesh = state.tp_mesh
+    fresh, wrapped = plain_parameters(model), look(model)
+    if is_sharded(model) and set(fresh) != set(kept_names(wrapped, fresh)):
+        raise _sharded("plait.adopt", model)
+    axes = [state.tp_mesh, *([state.data_mesh] if state.data_mesh is not None else [])]
     asked = f"New modules in a split {own_class(model).__name__}:"
-    _agree(asked, fresh, mesh)
-    styles = planned_styles(asked, model, state)
-    if not fresh:
-        watch(model)
-        return ()
-    values = [*fresh.values(), *_new_buffers(model)]
-    with torch.no_grad():
-        for tensor in {id(x): x for x in values}.values():
-            tensor.data.copy_(comm.broadcast(tensor.data.contiguous(), mesh))
-    cut_plain(model, state, styles)
+    _agree(asked, fresh, state.mesh if state.data_mesh is not None else state.tp_mesh)
+    styles = planned_styles(asked, model, state, wrapped) | wrapped.styles(state)
+    if fresh:
+        values = [*fresh.values(), *_new_buffers(model)]
+        with torch.no_grad():
+            for tensor in {id(x): x for x in values if not x.is_meta}.values():
+                for mesh in axes:
+                    tensor.data.copy_(comm.broadcast(tensor.data.contiguous(), mesh))
+        cut_plain(model, state, styles, wrapped)
+    settle_adapters(model, wrapped)
+    refresh(model)
     return tuple(fresh)
 
 
+def settle_adapters(model: nn.Module, wrapped: Wrapped | None = None) -> None:
+    """Make modules around layers work on the parts, and average their gradients over data ranks.
+
+    Args:
+        model: The root of what was split.
+        wrapped: They, where they are known.
+
+    Comm:
+        Of a model that is sharded over data ranks, one all-gather of each copied parameter.
+    """
+    wrapped, state = wrapped or look(model), state_of(model)
+    assert state is not None
+    wrapped.finish(model, state)
+    if state.data_mesh is not None:
+        named = dict(model.named_parameters())
+        average_over_data([named[name] for name in kept_names(wrapped, named)], model, state)
+
+
 def cut_plain(
-    model: nn.Module, state: ParallelState, styles: Mapping[str, TensorParallelLayer]
+    model: nn.Module,
+    state: ParallelState,
+    styles: Mapping[str, TensorParallelLayer],
+    wrapped: Wrapped,
 ) -> None:
     """Make every plain parameter, the same on all ranks, a DTensor, and put the borders in place.
 
@@ -162,10 +196,15 @@ def cut_plain(
         model: The root of what was split.
         state: How it was.
         styles: Module name → its style; every other module stays whole.
+        wrapped: The modules that others have put around layers.
 
     Comm: none.
     """
     modules = dict(model.named_modules())
+    fresh = plain_parameters(model)
+    own = wrapped.own | set(wrapped.parts)
+    if set(kept_names(wrapped, fresh)) == set(fresh):  # nothing else is new
+        modules = {name: modules[name] for name in modules if name in own}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for owner in sorted(modules, key=lambda name: name not in styles):  # tied ones follow these
         part, style = modules[owner], styles.get(owner)
@@ -176,17 +215,27 @@ def cut_plain(
                 part._parameters[name] = made[id(param)][1]
                 continue
             _cut(part, name, style or single_style(state, owner, name), state.tp_mesh)
+            spread_over_data(part, name, state)
             new = part._parameters[name]
             assert new is not None
             made[id(param)] = (param, new)
     for owner, part in modules.items():
-        border = styles.get(owner) or style_of_rest(part, owner, styles)
+        border = styles.get(owner) or _border_of_rest(part, owner, styles, own)
         if border is not None and "_plait_border" not in part.__dict__:
             border.install_forward(part, state.tp_mesh)
         keep_records(part)
         take_whole_tensors(part)
     _tell_optimizers({key: new for key, (_, new) in made.items()})
     refresh(model)
+
+
+def _border_of_rest(
+    part: nn.Module, name: str, styles: Mapping[str, TensorParallelLayer], own: set[str]
+) -> TensorParallelLayer | None:
+    if name not in own:
+        return style_of_rest(part, name, styles)
+    called = not isinstance(part, nn.ParameterDict | nn.ParameterList)
+    return ALL_PARALLEL_STYLES["replicate"] if called and part._parameters else None
 
 
 def refresh(model: nn.Module) -> None:
@@ -219,7 +268,11 @@ def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> N
     }
     told = meet(mesh, "new modules", own, asked=asked)
     if all(other == told[0] for other in told):
-        wrong = [f"{n} is {text}" for n, text in own.items() if not text.endswith(mesh.device_type)]
+        wrong = [
+            f"{n} is {text}"
+            for n, text in own.items()
+            if not text.endswith((mesh.device_type, "meta"))
+        ]
         if wrong:
             raise PlaitError(
                 asked, wrong, f"move them to the model's device first: .to({mesh.device_type!r})"

@@ -13,6 +13,7 @@ from plait.styles.mla import ROPE_DIM
 from plait.styles.params import CUTS
 from plait.surgery.loading import is_part
 from plait.surgery.watching import plain_parameters
+from plait.surgery.wrappers import Wrapped
 
 _WHOLE_BORDERS = frozenset(
     {
@@ -29,15 +30,26 @@ _WHOLE_BORDERS = frozenset(
 
 
 def planned_styles(
-    asked: str, model: nn.Module, state: ParallelState
+    asked: str, model: nn.Module, state: ParallelState, wrapped: Wrapped
 ) -> dict[str, TensorParallelLayer]:
     """The styles of the modules that the plan names, if it holds for those that are new.
+
+    Args:
+        asked: For messages.
+        model: The root of what was split.
+        state: How it was.
+        wrapped: The modules that others have put around layers.
+
+    Returns:
+        Module name, as it is now → its style.
 
     Raises:
         PlanError: A new module cannot do what the plan says of its place.
     """
-    modules = dict(model.named_modules())
+    now = dict(model.named_modules())
+    modules = {name: now[place] for name, place in wrapped.places.items()}
     touched = {name.rpartition(".")[0] for name in plain_parameters(model)}
+    touched = {name for name, place in wrapped.places.items() if place in touched}
     told = _mark(modules, state)
     found: dict[str, TensorParallelLayer] = {}
     problems: dict[str, None] = {}
@@ -62,7 +74,7 @@ def planned_styles(
             list(problems),
             ["put it in before the model is split", "change the plan: 'replicate' for what is cut"],
         )
-    return found
+    return {wrapped.places[name]: style for name, style in found.items()}
 
 
 def _mark(modules: Mapping[str, nn.Module], state: ParallelState) -> list[nn.Module]:

@@ -1,0 +1,189 @@
+"""Where PEFT is told that a model is split; nothing changes for models that are not."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.hf.peft import prompts
+from plait.hf.peft.on_parts import in_chunks, is_sharded_root
+from plait.hf.peft.saving import is_split, save_adapters, whole_state
+from plait.run.around import split_module, stand_around
+from plait.state import own_class, state_of
+from plait.surgery import adopt
+from plait.surgery.adopting import settle_adapters
+from plait.surgery.loading import is_part
+from plait.surgery.wrappers import KNOWN
+
+_WHOLE = ("pissa", "olora", "corda", "loftq", "mica", "orthogonal", "lora_ga", "eva")
+"""Initial values that PEFT computes from the layer's weight, and changes the weight by."""
+
+_done = False
+
+
+def expect_peft() -> None:
+    """Let PEFT, when it is imported or if it has been, work on split models; once for the process.
+
+    Comm: none.
+    """
+    global _done
+    if _done:
+        return
+    _done = True
+    if "peft" in sys.modules:
+        _install(sys.modules["peft"])
+    elif importlib.util.find_spec("peft") is not None:
+        import wrapt
+
+        wrapt.register_post_import_hook(_install, "peft")
+
+
+def _install(peft: Any) -> None:
+    from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.lora.model import LoraModel
+    from peft.tuners.tuners_utils import BaseTuner
+    from peft.utils import save_and_load
+    from wrapt import wrap_function_wrapper
+
+    from plait.hf.peft.layers import Adapters
+    from plait.hf.peft.saved_modules import SavedModules
+
+    KNOWN.extend([Adapters(), SavedModules()])
+    wrap_function_wrapper(BaseTuner, "inject_adapter", _inject)
+    wrap_function_wrapper(BaseTuner, "disable_adapter_layers", _disable)
+    wrap_function_wrapper(LoraModel, "_create_and_replace", _create)
+    wrap_function_wrapper(LoraModel, "add_weighted_adapter", _refuse)
+    wrap_function_wrapper(LoraLayer, "_get_in_out_features", _features)
+    wrap_function_wrapper(peft.PeftModel, "__init__", _make)
+    wrap_function_wrapper(peft.PeftModel, "save_pretrained", _save)
+    wrap_function_wrapper(peft.PeftModel, "_setup_prompt_encoder", prompts.set_up)
+    wrap_function_wrapper(peft.PeftModel, "get_prompt", prompts.get_prompt)
+    for name, wrapper in _FUNCTIONS.items():
+        _wrap_everywhere(getattr(save_and_load, name), wrapper)
+
+
+def _wrap_everywhere(function: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
+    """Exchange a function in every module that has imported it by name."""
+    from wrapt import FunctionWrapper
+
+    name, wrapped = function.__name__, FunctionWrapper(function, wrapper)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is function:
+            module.__dict__[name] = wrapped
+
+
+def _inject(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
+    from plait.hf.peft.saved_modules import copyable
+
+    model = args[0] if args else kwargs["model"]
+    if state_of(model) is None:
+        return call(*args, **kwargs)
+    in_chunks(model)
+    with copyable(model):
+        found = call(*args, **kwargs)
+    adopt(model)
+    return found
+
+
+def _create(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
+    """Make one layer of LoRA; with the whole weight where it is made of that."""
+    from plait.hf.peft.on_parts import whole_weights
+
+    config, _, target = args[:3]
+    base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+    start = getattr(config, "init_lora_weights", True)
+    is_made = config.use_dora or (isinstance(start, str) and start.lower().startswith(_WHOLE))
+    with ExitStack() as stack:
+        if is_made and state_of(tuner.model) is not None:
+            stack.enter_context(whole_weights(base))
+        return call(*args, **kwargs)
+
+
+def _features(call: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
+    """The features of the whole layer: PEFT would take those of a rank's part."""
+    base = args[0] if args else kwargs["module"]
+    into, out = getattr(base, "in_features", None), getattr(base, "out_features", None)
+    if is_part(base) and isinstance(into, int) and isinstance(out, int):
+        return into, out
+    return call(*args, **kwargs)
+
+
+def _disable(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
+    """Disabled adapters that are merged are taken out now, and not by a forward.
+
+    In a forward FSDP has gathered the weights, and would forget what is done to them.
+    """
+    if is_sharded_root(tuner.model):
+        for part in tuner.model.modules():
+            layer: Any = part
+            if getattr(layer, "merged_adapters", None) and hasattr(layer, "base_layer"):
+                layer.unmerge()
+    return call(*args, **kwargs)
+
+
+def _refuse(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
+    if state_of(tuner.model) is None:
+        return call(*args, **kwargs)
+    raise PlaitError(
+        f"add_weighted_adapter of a split {own_class(tuner.model).__name__}:",
+        "it computes new factors from whole ones, and no rank holds these",
+        "combine them in one process, save the result, and load it",
+    )
+
+
+def _make(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) -> None:
+    call(*args, **kwargs)
+    note_inside(peft_model)
+
+
+def note_inside(peft_model: Any) -> None:
+    """Let a model of PEFT speak for the split one inside, if it is split."""
+    inner = peft_model.get_base_model()
+    if state_of(inner) is None:
+        return
+    if peft_model.base_model is inner:  # learned prompts
+        stand_around(peft_model, "base_model")
+    else:
+        stand_around(peft_model, "base_model.model")
+        stand_around(peft_model.base_model, "model")
+
+
+def _save(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) -> Any:
+    if not is_split(peft_model):
+        return call(*args, **kwargs)
+    names = ("save_directory", "safe_serialization", "selected_adapters")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    save_adapters(call, peft_model, given.pop("save_directory"), given)
+    return None
+
+
+def _whole_state(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("model", "state_dict", "adapter_name"), args, strict=False)) | kwargs
+    model = given.pop("model")
+    if not is_split(model) or given.get("state_dict") is not None:
+        return call(*args, **kwargs)
+    given.pop("state_dict", None)
+    return whole_state(call, model, given)
+
+
+def _as_they_are(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """PEFT would cut whole tensors evenly; `load_state_dict` of a split model takes them whole."""
+    return args[1] if is_split(args[0]) else call(*args, **kwargs)
+
+
+def _loaded(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    found = call(*args, **kwargs)
+    model = args[0] if args else kwargs["model"]
+    if is_split(model):
+        settle_adapters(split_module(model))
+    return found
+
+
+_FUNCTIONS = {
+    "get_peft_model_state_dict": _whole_state,
+    "set_peft_model_state_dict": _loaded,
+    "_reshard_dtensor_values_for_load": _as_they_are,
+}
+"""Functions of PEFT's that others import by name → what is called in their place."""
