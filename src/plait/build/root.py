@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from plait import surgery
+from plait.build.visits import same_path
 from plait.comm import announce_failure
 from plait.consistency import guard
 from plait.loss import asking
@@ -43,7 +44,8 @@ def _inner(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inner, state = module.__dict__[_INNER], state_of(module)
     forward = inner if inner is not None else partial(type(module).forward, module)
     data_mesh = state.data_mesh if state is not None else None
-    return asking.call(module, forward, args, kwargs, data_mesh)
+    with same_path(module):
+        return asking.call(module, forward, args, kwargs, data_mesh)
 
 
 def expect_calls(module: nn.Module) -> None:

@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from plait import mesh as meshes
 from plait import surgery
 from plait.build import scalars
-from plait.build.axes import fsdp_axes
+from plait.build.axes import data_axis, fsdp_axes
 from plait.build.names import names_of
 from plait.build.root import expect_calls
+from plait.build.visits import watch_visits
 from plait.errors import PlanError
 from plait.layout import ParallelismConfig
 from plait.plan import ModelNames
@@ -114,6 +115,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
     surgery.watch(module)
     surgery.keep_dtype(module)
     expect_calls(module)
+    watch_visits(module, data_axis(mesh))
 
 
 def mixed_precision(asked: bool | str) -> MixedPrecisionPolicy:

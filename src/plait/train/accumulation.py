@@ -113,15 +113,18 @@ class Window:
         """Whether gradients may be cleared now: not in the middle of a window."""
         return self._total == 0.0 or self._divided
 
-    def reset(self) -> None:
+    def reset(self, *models: nn.Module) -> None:
         """Forget what was accumulated: the next micro-step begins a window.
 
-        The gradients of a window that has not ended go, also those that FSDP keeps unreduced, which
-        `zero_grad` does not see.
+        The gradients of a window that has not ended go, and those that FSDP keeps until they are
+        reduced, which `zero_grad` does not see.
+
+        Args:
+            models: Those whose unreduced gradients go, beside those of the last micro-step.
         """
+        for part in _sharded([*self._models, *models]):
+            torch_private.drop_unreduced(part)
         if self._total and not self._divided:
-            for part in _sharded(self._models):
-                torch_private.drop_unreduced(part)
             for model in self._models:
                 model.zero_grad()
         self._total = 0.0

@@ -26,7 +26,8 @@ def split_with_adapters(module: nn.Module, split: Callable[[nn.Module], Any]) ->
 
     Comm: that of `split` and of [`adopt`][plait.surgery.adopting.adopt].
     """
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+    around: Any = module
+    inner: nn.Module = around.get_base_model() if hasattr(around, "get_base_model") else module
     wrapped = look(inner)
     if not wrapped.parts and inner is module:
         return False
@@ -66,7 +67,9 @@ def _taken_out(root: nn.Module, wrapped: Wrapped) -> Iterator[None]:
 def _copy_anew(part: Any) -> None:
     """Let the trained copies of a module be copies of what it is now, with the values they had."""
     copies = getattr(part, "modules_to_save", None)
-    for adapter, before in copies.items() if isinstance(copies, nn.ModuleDict) else ():
+    if not isinstance(copies, nn.ModuleDict):
+        return
+    for adapter, before in list(copies.items()):
         after = deepcopy(part.original_module)
         after.load_state_dict(before.state_dict())
         for (_, new), (_, old) in zip(
