@@ -83,6 +83,27 @@ def drop_unreduced(part: nn.Module) -> None:
                 gathered.grad = None
 
 
+def before_reducing(part: nn.Module, call: Callable[[list[nn.Parameter]], None]) -> None:
+    """Call something before FSDP reduces the gradients of a module's group, at each backward.
+
+    Args:
+        part: A module that FSDP shards.
+        call: Given the group's gathered parameters. Those without a gradient then are left out of
+            what is reduced, so all ranks must have gradients of the same ones.
+    """
+    for group in _named(_named(part, "_get_fsdp_state")(), "_fsdp_param_groups"):
+        reduce = _named(group, "post_backward")
+
+        def post_backward(*unused: Any, group: Any = group, reduce: Any = reduce) -> Any:
+            if _named(group, "reduce_grads"):
+                held = [getattr(p, "_unsharded_param", None) for p in _named(group, "fsdp_params")]
+                kept = [p.unsharded_accumulated_grad is not None for p in group.fsdp_params]
+                call([p for p, k in zip(held, kept, strict=True) if p is not None and not k])
+            return reduce(*unused)
+
+        group.post_backward = post_backward
+
+
 def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
     """What a gradient scaler has found in an optimizer's gradients since its last update.
 

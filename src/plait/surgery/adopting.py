@@ -1,7 +1,5 @@
 """Modules and parameters that were put into a split module afterwards become part of it."""
 
-import gc
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +18,7 @@ from plait.styles.params import replicate
 from plait.surgery.data_ranks import average_over_data, spread_over_data
 from plait.surgery.keeping import keep_records
 from plait.surgery.loading import is_part, layout_of, take_whole_tensors
+from plait.surgery.optimizers import tell_optimizers
 from plait.surgery.planned import planned_styles, single_style
 from plait.surgery.watching import (
     has_changed,
@@ -33,8 +32,6 @@ from plait.surgery.watching import (
 )
 from plait.surgery.wrappers import Wrapped, kept_names, look
 from plait.weights.outcome import meet
-
-_log = logging.getLogger("plait")
 
 
 def adopt(model: nn.Module) -> tuple[str, ...]:
@@ -225,7 +222,7 @@ def cut_plain(
             border.install_forward(part, state.tp_mesh)
         keep_records(part)
         take_whole_tensors(part)
-    _tell_optimizers({key: new for key, (_, new) in made.items()})
+    tell_optimizers({key: new for key, (_, new) in made.items()})
     refresh(model)
 
 
@@ -316,24 +313,3 @@ def _new_buffers(model: nn.Module) -> list[torch.Tensor]:
         for buffer in part._buffers.values()
         if buffer is not None and not isinstance(buffer, DTensor)
     ]
-
-
-def _tell_optimizers(made: Mapping[int, nn.Parameter]) -> None:
-    """Give optimizers the new parameters in the place of those they hold."""
-    if not made:
-        return
-    for held in gc.get_objects():
-        if not issubclass(type(held), torch.optim.Optimizer):
-            continue
-        for group in held.__dict__.get("param_groups", ()):
-            params = group["params"]
-            for position, param in enumerate(params):
-                if id(param) in made:
-                    params[position] = made[id(param)]
-                    if held.state.pop(param, None):
-                        _log.warning(
-                            "%s had a state for a parameter that is now a DTensor: it is dropped, "
-                            "and the optimizer starts anew for this parameter. Adopt new modules "
-                            "before the first step (plait.adopt(model)).",
-                            type(held).__name__,
-                        )
