@@ -77,7 +77,7 @@ def test_what_cannot_be_prepared(monkeypatch: Any) -> None:
     optimizer.step()
     config = plait.DistributedConfig(tp_size=2, tp_plan=tiny.MLP_PLAN)
     accelerator = plait.Accelerator(config)
-    with pytest.raises(PlaitError, match="it has a state for the parameters as they were before"):
+    with pytest.raises(PlaitError, match="SGD has a state for its parameters as they are now"):
         accelerator.prepare(model, optimizer)
     with pytest.raises(LayoutError, match="meta device"), torch.device("meta"):
         accelerator.prepare(nn.Linear(2, 2))

@@ -149,7 +149,8 @@ def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:
         raise _sharded("plait.adopt", model)
     axes = [state.tp_mesh, *([state.data_mesh] if state.data_mesh is not None else [])]
     asked = f"New modules in a split {own_class(model).__name__}:"
-    _agree(asked, fresh, state.mesh if state.data_mesh is not None else state.tp_mesh)
+    together = state.mesh if state.data_mesh is not None else state.tp_mesh
+    _agree(asked, fresh, together, set(kept_names(wrapped, fresh)))
     styles = planned_styles(asked, model, state, wrapped) | wrapped.styles(state)
     if fresh:
         values = [*fresh.values(), *_new_buffers(model)]
@@ -258,7 +259,10 @@ def refresh(model: nn.Module) -> None:
     watch(model)
 
 
-def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+def _agree(
+    asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh, unfilled: set[str]
+) -> None:
+    """Refuse what differs between the ranks, or is elsewhere; `unfilled` may be on meta."""
     own = {
         name: f"{tuple(p.shape)} of {str(p.dtype).removeprefix('torch.')} on {p.device.type}"
         for name, p in fresh.items()
@@ -268,7 +272,7 @@ def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> N
         wrong = [
             f"{n} is {text}"
             for n, text in own.items()
-            if not text.endswith((mesh.device_type, "meta"))
+            if not text.endswith(mesh.device_type) and not (n in unfilled and fresh[n].is_meta)
         ]
         if wrong:
             raise PlaitError(
