@@ -81,6 +81,7 @@ def test_what_cannot_be_prepared(monkeypatch: Any) -> None:
         accelerator.prepare(model, optimizer)
     with pytest.raises(LayoutError, match="meta device"), torch.device("meta"):
         accelerator.prepare(nn.Linear(2, 2))
+    model = accelerator.prepare(tiny.model("mlp"))
     with pytest.raises(LayoutError, match="was split over tp 2, the Accelerator has dp_shard 2"):
         plait.Accelerator(FSDP).prepare(model)
     stranger = accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
