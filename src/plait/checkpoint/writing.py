@@ -96,7 +96,7 @@ def write_part(job: Job) -> Report:
             nbytes = (job.partial / name).stat().st_size
             if nbytes != file.nbytes:
                 raise OSError(f"{name} has {nbytes} bytes, {file.nbytes} were written")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's archives tell of a full disk by the latter
         raise CheckpointError(
             job.asked, f"{job.partial.name} cannot be written: {error}"
         ) from error
