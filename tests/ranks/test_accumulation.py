@@ -215,3 +215,46 @@ def test_closures(sizes: dict[str, int]) -> None:
     second = optimizer.step(closure=closure)
     optimizer.step(closure=None)
     assert second < first
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Its samples are drawn in the process that trains, and depend on all draws before."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(4) + index
+
+
+def noisy_run(folder: Any, sizes: dict[str, int], start: bool) -> list[torch.Tensor]:
+    accelerator = plait.Accelerator(plait.DistributedConfig(**sizes), seed=3)
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Noisy(), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if not start:
+        accelerator.load_state(folder)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch)
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if start and number == 1:
+            accelerator.save_state(folder)
+    return seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", [{"dp_shard_size": 2}, {"dp_replicate_size": 2}], ids=str)
+def test_samples_drawn_at_random_are_the_same_after_a_resumption(
+    sizes: dict[str, int], tmp_path: Any
+) -> None:
+    unbroken = noisy_run(tmp_path, sizes, start=True)
+    torch.manual_seed(99)
+    again = noisy_run(tmp_path, sizes, start=False)
+    assert len(unbroken) == 6 and len(again) == 4
+    for mine, expected in zip(again, unbroken[2:], strict=True):
+        assert torch.equal(mine, expected)

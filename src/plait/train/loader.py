@@ -6,7 +6,7 @@ model; no sample is seen twice.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from plait.train import batches as contents
 from plait.train import sources
 from plait.train.agreement import compare_first
 from plait.train.places import Places
-from plait.train.turns import Turn
+from plait.train.turns import Turn, with_last
 
 Batches = Iterator[tuple[Any, Turn]]
 
@@ -248,9 +248,12 @@ def data_loader(
 
 
 def _with_last(given: Batches) -> Iterator[tuple[tuple[Any, Turn], bool]]:
-    """Each item, and whether it is the last one; reads one ahead."""
-    before = next(given, None)
-    while before is not None:
-        after = next(given, None)
-        yield before, after is None
-        before = after
+    """Each item, and whether it is the last one; reads one ahead where its turn does not say it."""
+    first = next(given, None)
+    if first is None:
+        return
+    items = chain([first], given)
+    if first[1].is_last is None:
+        yield from with_last(items)
+    else:
+        yield from ((item, bool(item[1].is_last)) for item in items)
