@@ -423,6 +423,55 @@ def test_prompts_prefixes_and_vectors(kind: str, tmp_path: Path) -> None:
     assert (tmp_path / "split" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.ranks(2, 4)
+def test_with_accelerator_checkpoints_and_generate(tmp_path: Path) -> None:
+    """An adapter trained for three steps, of which the last one after a resumption."""
+    world = dist.get_world_size()
+    layout = LAYOUTS[world][0]
+
+    def steps(model: Any, numbers: tuple[int, ...], load: bool = False) -> list[float]:
+        accelerator = plait.Accelerator(
+            plait.DistributedConfig(**layout), gradient_accumulation_steps=2
+        )
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        losses = []
+        if load:
+            accelerator.load_state(tmp_path)
+        for number in numbers:
+            for part in range(2):
+                ids = own_part(model, tokens(2 * number + part))
+                with accelerator.accumulate(model), exact():
+                    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+                    accelerator.clip_grad_norm_(trained(model), 1.0)
+                    losses.append(float(accelerator.window_loss()))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if number == 1:
+                accelerator.save_state(tmp_path, step=1)
+        return losses
+
+    first, _ = pair("llama", layout)
+    again = copy.deepcopy(first) if "dp_shard_size" not in layout else pair("llama", layout)[0]
+    unbroken = steps(first, (0, 1, 2))
+    assert steps(again, (2,), load=True) == pytest.approx(unbroken[4:], abs=1e-12)
+    same_weights(again, first_of(first), 1e-12)
+    ids = tokens(5, size=2, length=4)
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with plait.gathered(first):
+        found = first.generate(input_ids=ids, **options)
+    assert torch.equal(found, again.generate(input_ids=ids, **options))
+
+
+def first_of(model: Any) -> Any:
+    class Whole:
+        @staticmethod
+        def state_dict() -> dict[str, torch.Tensor]:
+            return plait.full_state_dict(model)
+
+    return Whole
+
+
 @pytest.mark.ranks(2)
 def test_mutations_are_noticed() -> None:
     from plait.hf.peft import layers

@@ -17,6 +17,7 @@ from plait.loss.logits import SplitLogits
 from plait.loss.reduction import OTHERS, TOKENS
 from plait.loss.vocabulary import Vocabulary
 from plait.plan import words
+from plait.run.around import split_module
 
 LABELS = frozenset(
     ("labels", "shift_labels", "start_positions", "end_positions", "next_sentence_label")
@@ -51,12 +52,13 @@ def split_logits(model: nn.Module) -> Iterator[nn.Module]:
 
     Comm: none.
     """
-    before = model.__dict__.get(_WANTED, False)
-    model.__dict__[_WANTED] = True
+    inside = split_module(model).__dict__
+    before = inside.get(_WANTED, False)
+    inside[_WANTED] = True
     try:
         yield model
     finally:
-        model.__dict__[_WANTED] = before
+        inside[_WANTED] = before
 
 
 def last_count(model: nn.Module) -> int | None:
@@ -71,7 +73,7 @@ def last_count(model: nn.Module) -> int | None:
 
     Comm: none.
     """
-    count: Tensor | None = model.__dict__.get(_COUNT)
+    count: Tensor | None = split_module(model).__dict__.get(_COUNT)
     return None if count is None else int(count)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from plait import comm
 from plait.errors import PlaitError, RankError
+from plait.run.around import split_module
 from plait.state import LAYOUT, STATE, ParallelState, own_class, state_of
 from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
 from plait.styles.containers import style_of_rest
@@ -60,6 +61,7 @@ def adopt(model: nn.Module) -> tuple[str, ...]:
     Comm:
         One control message, and one broadcast for each new tensor.
     """
+    model = split_module(model)
     state = state_of(model)
     if state is None:
         return ()

@@ -24,6 +24,7 @@ from plait import comm
 from plait.errors import PlaitError
 from plait.loss.reduction import OTHERS, TOKENS, WEIGHT
 from plait.run import torch_private
+from plait.run.around import split_module
 from plait.train.turns import Turn
 
 _LAST_COUNT = "_plait_last_count"  # where plait.loss.last_count looks
@@ -276,7 +277,7 @@ def _weight_of(counted: Any) -> float:
 
 def _count(model: nn.Module) -> Any:
     """The very object that the model's last call with labels left."""
-    return model.__dict__.get(_LAST_COUNT)
+    return split_module(model).__dict__.get(_LAST_COUNT)
 
 
 @torch.no_grad()
