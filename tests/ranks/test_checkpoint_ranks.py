@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import plait
 from plait import comm
-from plait.checkpoint import held, latest, load, manifest, save, writing
+from plait.checkpoint import held, latest, load, manifest, optimizers, save, writing
 from plait.checkpoint.to_transformers import to_transformers
 from plait.errors import CheckpointError, RankError
 from plait.state import Piece
@@ -299,3 +299,67 @@ def test_becomes_a_model_directory(name: str, rank: int, tmp_path: Path) -> None
         config = json.loads((tmp_path / "plain" / "config.json").read_text())
         assert config["architectures"] == [type(tiny.model(name)).__name__]
     dist.barrier()
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(6, 8), torch.nn.Linear(8, 6)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)) * self.scale
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("old", [False, True], ids=["saved now", "saved before"])
+def test_the_step_of_a_single_number_stays_as_the_optimizer_makes_it(
+    form: dict[str, bool], old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stepped(model: Any, optimizer: Any) -> None:
+        model(torch.ones(3, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def made() -> tuple[Any, Any]:
+        model = Scaled()
+        plait.parallelize(model, tp_plan={"up": "colwise", "down": "rowwise"}, check=False)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, **form)
+
+    model, optimizer = made()
+    stepped(model, optimizer)
+    expected = {k: type(x) for k, x in optimizer.state[model.scale].items()}
+    with monkeypatch.context() as patch:
+        if old:  # versions before took it for a tensor that lies as the parameter does
+            patch.setattr(optimizers, "_counts", lambda *args: False)
+        save(tmp_path, model, optimizer)
+    again, its = made()
+    load(tmp_path, again, its)
+    state = its.state[again.scale]
+    assert {k: type(x) for k, x in state.items()} == expected
+    assert state["step"].dtype == optimizer.state[model.scale]["step"].dtype and state["step"] == 1
+    for each in ((model, optimizer), (again, its)):
+        stepped(*each)
+    assert same(bits(again, its), bits(model, optimizer))
+
+
+class Fussy(Position):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if dist.get_rank() == 1:
+            raise ValueError("rank 1 does not take it")
+
+
+@pytest.mark.ranks(3)
+def test_where_one_rank_refuses_a_state_no_rank_is_changed(rank: int, tmp_path: Path) -> None:
+    mesh = mesh_of(tp=3)
+    model, optimizer = trained(mesh)
+    save(tmp_path, model, optimizer, data=Position(5))
+    spoiled(model, optimizer)
+    before, here = bits(model, optimizer), Fussy(7)
+    kept = dict(vars(here))
+    with pytest.raises(ValueError if rank == 1 else RankError, match="rank 1"):
+        load(tmp_path, model, optimizer, data=here)
+    assert same(bits(model, optimizer), before) and vars(here) == kept

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.build import scalars, sharding
+from plait.build import sharding
 from plait.proof.numbers import exact
 from plait.state import state_of
+from plait.surgery import data_ranks
 from plait.testing import add_noise, mutation, tiny
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -348,7 +349,7 @@ def test_scalars_that_cannot_be_cut(kind: type) -> None:
 
 @pytest.mark.ranks(2)
 def test_mutation_a_scalar_that_is_not_reduced() -> None:
-    with mutation.patched(scalars._Mean, "__call__", lambda self, param: None):
+    with mutation.patched(data_ranks.Averaging, "_note", lambda self, param: None):
         split, whole, _ = scaled((1, 2, 1))
     assert largest_difference(split, whole) > 1e-6
 

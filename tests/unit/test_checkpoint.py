@@ -1,5 +1,6 @@
 """Checkpoints of one process: what comes back, what is refused, and what stays on the disk."""
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -328,7 +329,36 @@ def test_a_run_that_goes_back_keeps_what_it_writes(tmp_path: Path) -> None:
     for i in (1, 2, 8, 9):
         save(tmp_path, Net(), step=i)
     path = save(tmp_path, Net(), step=3, keep=1)
-    assert path.exists() and names(tmp_path) == ["step-00000003", "step-00000009"]
+    assert latest(tmp_path) == path and names(tmp_path) == ["step-00000003"]
+    assert load(tmp_path, Net()).step == 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_newest_is_the_one_that_was_committed_last(asynchronous, tmp_path: Path) -> None:
+    for i in (10, 20, 30):
+        save(tmp_path, Net(), step=i)
+    load(tmp_path, Net(), step=10)
+    for i in (11, 12):
+        path = save(tmp_path, Net(), step=i, keep=3, asynchronous=asynchronous)
+        path = path.wait() if asynchronous else path
+        assert latest(tmp_path) == path
+    assert names(tmp_path) == ["step-00000011", "step-00000012", "step-00000030"]
+    (tmp_path / "step-00000012" / "training.pt").unlink()
+    with pytest.raises(CheckpointError, match="step=11: step-00000011 is complete"):
+        load(tmp_path, Net())
+
+
+def test_folders_of_earlier_versions_come_first_by_step(tmp_path: Path) -> None:
+    for i in (3, 9, 5):
+        path = save(tmp_path, Net(), step=i)
+        (path / "order").unlink()
+        whole = manifest.read(path)
+        files = {name: file for name, file in whole.files.items() if name != "order"}
+        manifest.store(path, dataclasses.replace(whole, files=files))
+    assert latest(tmp_path).name == "step-00000009" and load(tmp_path, Net()).step == 9
+    save(tmp_path, Net(), step=4)
+    assert latest(tmp_path).name == "step-00000004"
+    assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000009"]
 
 
 def test_leftovers_of_killed_runs_are_not_seen_and_go(tmp_path: Path) -> None:

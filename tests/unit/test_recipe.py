@@ -143,7 +143,7 @@ def test_courses_of_the_learning_rate():
     assert rates(4, schedule="linear", final_lr=0.5) == [1, 0.875, 0.75, 0.625]
     cosine = rates(4, schedule="cosine")
     assert cosine == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
-    assert rates(2, schedule="constant", warmup=8) == [0.5, 1]
+    assert rates(2, schedule="constant", warmup=8) == [0.125, 0.25]
 
 
 def test_cosine_is_torchs_own():

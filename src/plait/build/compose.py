@@ -18,12 +18,14 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait import mesh as meshes
 from plait.build import sequence
+from plait.build.agreeing import Followers, agree
 from plait.build.apply import apply
 from plait.build.axes import data_axis, fsdp_axes, shard_axis, tp_axis
 from plait.build.checks import check as check_plan
@@ -34,7 +36,7 @@ from plait.build.rules import Rules, TpPlan, rules_for, user_rules
 from plait.build.sharding import groups_for, shard
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
-from plait.hf.peft import expect_peft
+from plait.hf.peft import expect_peft, split_with_adapters
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
@@ -99,10 +101,20 @@ def parallelize(
             ["make a new module", "split the whole in one call, with the rules for its parts"],
         )
     config = config if config is not None else _default_config(device_mesh)
-    mesh = device_mesh if device_mesh is not None else mesh_for(config)
+    expect_peft()
+
+    def inside(inner: nn.Module) -> nn.Module:
+        return parallelize(inner, config, tp_plan, device_mesh=device_mesh, check=check)
+
+    if split_with_adapters(module, inside):
+        return module
+    asked = {"config": config, "tp_plan": tp_plan}
+    mesh = device_mesh if device_mesh is not None else _mesh_of_same(module, config, asked)
     if mesh is None:
         return module
-    tp_mesh = tp_axis(mesh)
+    if device_mesh is not None:
+        agree(module, asked, mesh)
+    followers, tp_mesh = Followers(module), tp_axis(mesh)
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
     if check is None:
         check = getattr(config, "check_plan", True)
@@ -114,6 +126,7 @@ def parallelize(
         plan = _proven_plan(module, chosen, mesh, config, check)
     _split(module, plan, mesh, config, _proven_sequences(module, plan, mesh, config, check))
     shard(module, mesh, config)
+    followers.follow(module)
     if check is not False and plan.entries and not _ships(plan):
         progress.report(
             f"{own_class(module).__name__}: the plan derived from its structure\n{plan}"
@@ -150,7 +163,6 @@ def _split(
     if sequences is not None:
         sequence.install(module, sequences, tp_mesh)
     install_root(module)
-    expect_peft()
     module.__dict__["_tp_size"] = tp_mesh.size()
     module.__dict__["_tp_plan"] = plan.rules
     if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these
@@ -262,6 +274,15 @@ def mesh_for(config: ParallelismConfig, device_type: str | None = None) -> Devic
         return None
     device = process_group.ensure(device_type)
     return meshes.build(layout, device.type)
+
+
+def _mesh_of_same(
+    module: nn.Module, config: ParallelismConfig, asked: dict[str, Any]
+) -> DeviceMesh | None:
+    """The mesh for `config`, if all processes ask for the same."""
+    if environment.world().num_processes not in (None, 1):
+        agree(module, asked, meshes.world(process_group.ensure(None).type))
+    return mesh_for(config)
 
 
 def plan_for(module: nn.Module, tp_plan: TpPlan = None, num_ranks: int = 1) -> Plan:

@@ -1,11 +1,12 @@
 """The forward of a split module as a whole: what fails on one rank is told to the others."""
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from plait import surgery
+from plait.build.visits import same_path
 from plait.comm import announce_failure
 from plait.consistency import guard
 from plait.loss import asking
@@ -41,9 +42,10 @@ def _root_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _inner(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inner, state = module.__dict__[_INNER], state_of(module)
-    forward = inner if inner is not None else MethodType(type(module).forward, module)
+    forward = inner if inner is not None else partial(type(module).forward, module)
     data_mesh = state.data_mesh if state is not None else None
-    return asking.call(module, forward, args, kwargs, data_mesh)
+    with same_path(module):
+        return asking.call(module, forward, args, kwargs, data_mesh)
 
 
 def expect_calls(module: nn.Module) -> None:

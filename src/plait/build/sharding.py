@@ -23,14 +23,17 @@ from torch.distributed.tensor import DTensor
 from plait import mesh as meshes
 from plait import surgery
 from plait.build import scalars
-from plait.build.axes import fsdp_axes
+from plait.build.axes import data_axis, fsdp_axes
 from plait.build.names import names_of
 from plait.build.root import expect_calls
+from plait.build.unused import agree_on_unused
+from plait.build.visits import watch_visits
 from plait.errors import PlanError
 from plait.layout import ParallelismConfig
 from plait.plan import ModelNames
 from plait.plan.shards import FREE, ShardGroup, shard_groups
 from plait.state import FREES, LAYOUT, state_of
+from plait.styles.batch_norm import normalise_over_data
 from plait.styles.params import set_param
 
 _BFLOAT16, _FLOAT16 = torch.bfloat16, torch.float16
@@ -114,6 +117,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
     surgery.watch(module)
     surgery.keep_dtype(module)
     expect_calls(module)
+    watch_visits(module, data_axis(mesh))
+    agree_on_unused(module, data_axis(mesh))
+    normalise_over_data(module, data_axis(mesh))
 
 
 def mixed_precision(asked: bool | str) -> MixedPrecisionPolicy:

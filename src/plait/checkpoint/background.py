@@ -4,13 +4,16 @@ They may not meet by collectives, which belong to the training. Each rank leaves
 part in the folder; the first rank commits when all are there, and the others see it appear.
 """
 
+import atexit
 import contextlib
 import json
+import logging
 import os
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,9 +24,16 @@ from plait.checkpoint.writing import Job, Report
 from plait.errors import RankError
 
 STALL_S = 60.0
-"""How long a rank's thread waits while no file of the checkpoint grows."""
+"""How long a rank's thread waits while no other shows that it is alive.
+
+A rank that writes shows it all the time, however slow its disk is; one that is gone does not.
+"""
 
 _POLL_S = 0.02
+_BEATS = 10
+"""How often, in the time of `STALL_S`, a rank that is writing says so."""
+
+_log = logging.getLogger("plait")
 
 
 class Saving:
@@ -36,6 +46,7 @@ class Saving:
     def __init__(self, job: Job) -> None:
         self.path = job.final
         self._failure: BaseException | None = None
+        self._process = os.getpid()
         # Not a daemon: the interpreter waits for it at its end.
         self._thread = threading.Thread(target=self._run, args=(job,), name="plait checkpoint")
 
@@ -87,20 +98,43 @@ def finish() -> None:
         last.wait()
 
 
-def _write(job: Job) -> None:
-    try:
-        report = writing.write_part(job)
-    except Exception as error:
-        _leave(job.partial, job.place.index, error=f"{type(error).__name__}: {error}")
-        raise
-    if job.place.num_ranks == 1:
-        try:
-            writing.commit(job, [report])
-        except BaseException:
-            shutil.rmtree(job.partial, ignore_errors=True)
-            raise
+@atexit.register
+def _tell_at_exit() -> None:
+    """Reports a failure that nobody has waited for, and lets the process end with code 1.
+
+    Registered when plait is imported, so that what a program registers itself has run before.
+    """
+    last = _current
+    if last is None or last._process != os.getpid():  # the parent's, after a fork
         return
-    _leave(job.partial, job.place.index, report)
+    last._thread.join()
+    failure = last._failure
+    if failure is None:
+        return
+    _log.critical(
+        "The last asynchronous save failed and nobody waited for it: %s was NOT saved. The process "
+        "ends with code 1.",
+        last.path,
+        exc_info=failure,
+    )
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)  # nothing else in a function of atexit changes the code
+
+
+def _write(job: Job) -> None:
+    with _alive(job.partial):
+        report = _write_part(job)
+        if job.place.num_ranks == 1:
+            try:
+                writing.commit(job, [report])
+            except BaseException:
+                shutil.rmtree(job.partial, ignore_errors=True)
+                raise
+            return
+        _leave(job.partial, job.place.index, report)
     if not job.place.is_first:
         _await(job, lambda: job.final.exists() or not job.partial.exists())
         if not job.final.exists():
@@ -108,16 +142,43 @@ def _write(job: Job) -> None:
         return
     names = [_report_name(rank) for rank in range(job.place.num_ranks)]
     _await(job, lambda: all((job.partial / name).exists() for name in names))
-    reports = [_taken(job.partial / name) for name in names]
+    with _alive(job.partial):
+        reports = [_taken(job.partial / name) for name in names]
+        try:
+            writing.commit(job, reports)
+        except Exception as error:
+            _leave(job.partial, job.place.index, error=f"{type(error).__name__}: {error}")
+            raise
+
+
+def _write_part(job: Job) -> Report:
     try:
-        writing.commit(job, reports)
+        return writing.write_part(job)
     except Exception as error:
         _leave(job.partial, job.place.index, error=f"{type(error).__name__}: {error}")
         raise
 
 
+@contextlib.contextmanager
+def _alive(folder: Path) -> Iterator[None]:
+    """Touches the folder again and again, so that the others see that this process is there."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(STALL_S / _BEATS):
+            with contextlib.suppress(OSError):  # renamed: the checkpoint is complete
+                os.utime(folder)
+
+    thread = threading.Thread(target=beat, name="plait checkpoint is alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 def _await(job: Job, arrived: Callable[[], bool]) -> None:
-    """Waits for other ranks, as long as their files grow."""
+    """Waits for other ranks, as long as one of them writes."""
     seen, since = _grown(job.partial), time.monotonic()
     while not arrived():
         _raise_failure(job)
@@ -126,7 +187,7 @@ def _await(job: Job, arrived: Callable[[], bool]) -> None:
             now = _grown(job.partial)
             if now == seen and not arrived():
                 raise RankError(
-                    job.asked, f"for {STALL_S:g} s no rank has written anything to the checkpoint"
+                    job.asked, f"for {STALL_S:g} s no rank has been writing to the checkpoint"
                 )
             seen, since = now, time.monotonic()
 
@@ -142,8 +203,10 @@ def _raise_failure(job: Job) -> None:
 
 
 def _grown(folder: Path) -> list[tuple[str, int]]:
+    """What changes while a rank writes: the files, their sizes, and when the folder was touched."""
     found = []
     with contextlib.suppress(OSError):
+        found.append(("", os.stat(folder).st_mtime_ns))
         for entry in os.scandir(folder):
             found.append((entry.name, entry.stat().st_size))
     return sorted(found)

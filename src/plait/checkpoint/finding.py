@@ -65,7 +65,9 @@ def sound(asked: str, folder: Path) -> Manifest:
 def _damaged(asked: str, folder: Path, problems: list[str]) -> CheckpointError:
     """The error of a checkpoint that cannot be used, with the one before it where that can."""
     ways = []
-    before = [f for f in folders.committed(folder.parent) if folders.step_of(f) < _step(folder)]
+    before = folders.committed(folder.parent)
+    if folder in before:
+        before = before[: before.index(folder)]
     for other in reversed(before):
         try:
             if not manifest.wrong_sizes(other, manifest.read(other)):
@@ -76,10 +78,6 @@ def _damaged(asked: str, folder: Path, problems: list[str]) -> CheckpointError:
     named = [f"{folder.name}: {problem}" for problem in problems]
     ways.append("delete the damaged folder: the latest of the others is taken then")
     return CheckpointError(asked, first(named), ways)
-
-
-def _step(folder: Path) -> int:
-    return folders.step_of(folder) if folders.is_checkpoint(folder) else 0
 
 
 def check_content(asked: str, folder: Path, stored: Manifest, place: Place) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from plait.checkpoint import finding, optimizers
@@ -71,9 +72,14 @@ def prepare(
     for what in ("optimizer", "scheduler"):
         if given[what] is not None and training[what] is None:
             problems.append(f"no {what} was saved")
+    problems += _other_scheduler(given["scheduler"], training)
     if given["optimizer"] is not None and training["optimizer"] is not None and not problems:
         problems += optimizers.mismatch(
-            given["optimizer"], held, training["optimizer"], names_here(stored_name)
+            given["optimizer"],
+            held,
+            training["optimizer"],
+            stored.tensors,
+            names_here(stored_name),
         )
     problems += [
         f"the extra state {name} is in only one of the two"
@@ -85,6 +91,21 @@ def prepare(
         ways = ["give what was saved: the same architecture, optimizer and groups"]
         raise CheckpointError(asked, finding.first([f"{folder.name}: {p}" for p in problems]), ways)
     return Ready(folder, stored, held, training, own, stored_name)
+
+
+def _other_scheduler(scheduler: Any, training: Mapping[str, Any]) -> list[str]:
+    """A scheduler takes any content without a word, so its class and its groups are compared."""
+    kept = training["scheduler"]
+    if scheduler is None or kept is None:
+        return []
+    ours, theirs = type(scheduler).__name__, training.get("scheduler_class")
+    if theirs is not None and ours != theirs:  # earlier versions did not keep it
+        return [f"the scheduler is {ours}, the stored one {theirs}"]
+    rates = getattr(scheduler, "base_lrs", None)
+    stored = kept.get("base_lrs") if isinstance(kept, dict) else None
+    if isinstance(rates, list) and isinstance(stored, list) and len(rates) != len(stored):
+        return [f"the scheduler has {len(rates)} groups, the stored one {len(stored)}"]
+    return []
 
 
 def names_here(stored_name: Mapping[str, str]) -> dict[str, str]:
@@ -105,12 +126,26 @@ def _names(held: HeldModel, stored: Manifest) -> tuple[dict[str, str], list[str]
         if len(there) > 1:
             problems.append(f"{' and '.join(there)} are two tensors in it, one in the model")
         found[name] = there[0]
-        shape = stored.tensors[MODEL + there[0]].shape
+        shape, dtype = (
+            stored.tensors[MODEL + there[0]].shape,
+            stored.tensors[MODEL + there[0]].dtype,
+        )
         if shape != tensor.shape:
             problems.append(f"{name}: shape {shape} in it, {tensor.shape} in the model")
+        if _kind(dtype) != _kind(tensor.local.dtype):
+            problems.append(f"{name}: {dtype} in it, {tensor.local.dtype} in the model")
     used = set(found.values())
     problems += [f"{n} is not in the model" for n in stored.model_names if n not in used]
     return found, problems
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Between numbers of one kind a load casts; between kinds it would lose what they say."""
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "real"
+    return "truth" if dtype == torch.bool else "whole"
 
 
 def _has(stored: Manifest, name: str) -> bool:

@@ -1,5 +1,8 @@
 """The directory of a run: one folder for each checkpoint, which appears when it is complete.
 
+Which came last is told by a counter in each folder, not by the step: a run may go back to an
+earlier step and save again. Folders without one, of earlier versions, come first, by step.
+
 step-00000010                      a checkpoint
 step-00000010-2                    the same step, saved once more
 step-00000020.partial-1f0c…        is being written, or was when its run was killed
@@ -16,20 +19,25 @@ from pathlib import Path
 from plait.errors import CheckpointError
 from plait.weights.loading import human_bytes
 
+ORDER = "order"
+"""The file in a checkpoint that says how many were committed up to it."""
+
 _COMMITTED = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _LEFTOVER = re.compile(r"step-\d{8,}(?:-\d+)?\.(?:partial|removing)-[0-9a-f]+")
 
 
 def committed(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, the oldest step first."""
+    """The checkpoints in a directory, in the order in which they were committed."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name)]
-    return sorted(found, key=_order)
+    return sorted(found, key=lambda path: (_count(path), *_order(path)))
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of the highest step in a directory, or None.
+    """The checkpoint that was committed last in a directory, or None.
+
+    That is the newest save, also where the run had gone back to an earlier step.
 
     One that is being written, or was when its run was killed, is not seen. Whether the files are
     sound is looked at by `load`.
@@ -51,6 +59,11 @@ def step_of(folder: Path) -> int:
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is named as one checkpoint is."""
     return _COMMITTED.fullmatch(path.name) is not None
+
+
+def next_count(directory: Path) -> int:
+    """What the next checkpoint to be committed writes into its file `order`."""
+    return max((_count(path) for path in committed(directory)), default=0) + 1
 
 
 def new_folders(directory: Path, step: int) -> tuple[Path, Path]:
@@ -111,7 +124,7 @@ def clean(directory: Path) -> None:
 
 
 def prune(directory: Path, newest: Path, keep: int | None) -> None:
-    """Deletes all but the last checkpoints, and never `newest`.
+    """Deletes all but those that were committed last, and never `newest`.
 
     Args:
         directory: Where they are.
@@ -137,6 +150,14 @@ def sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _count(folder: Path) -> int:
+    """How many checkpoints had been committed with this one; 0 where the folder does not say."""
+    try:
+        return max(int((folder / ORDER).read_text()), 0)
+    except (OSError, ValueError):  # of an earlier version, deleted meanwhile, or damaged
+        return 0
 
 
 def _order(folder: Path) -> tuple[int, int]:

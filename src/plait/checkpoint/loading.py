@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from plait.checkpoint import background, finding, optimizers, randomness
+from plait.checkpoint import background, finding, optimizers, randomness, undoing
 from plait.checkpoint.fitting import Ready, prepare
 from plait.checkpoint.held import Held, mesh_of, plain
 from plait.checkpoint.manifest import MODEL
@@ -47,9 +47,11 @@ def load(
 ) -> Loaded:
     """Read a checkpoint into a model, whatever the layout it was saved with.
 
-    Everything is checked before anything is changed: the sizes and checksums of the files, names
-    and shapes. Then parameters, buffers and the optimizer's state are filled in place. A save
-    that is under way is waited for.
+    Everything is checked before anything is changed: the sizes and checksums of the files, names,
+    shapes and kinds of numbers. Whether scheduler, data and modules take their states only they
+    can tell: they are given them first, on all ranks, and get back what they had where one
+    refuses. Then parameters, buffers and the optimizer's state are filled in place. A save that is
+    under way is waited for.
 
     Args:
         directory: As given to `save`, or one checkpoint in it.
@@ -96,41 +98,51 @@ def load(
     given = {"optimizer": optimizer, "scheduler": scheduler, "data": data}
     together(mesh, asked, lambda: finding.check_content(asked, folder, stored, place))
     ready = together(mesh, asked, lambda: prepare(asked, folder, stored, model, given, place))
-    _fill(mesh, asked, ready, model, given)
+    places = together(mesh, asked, lambda: _places(ready, given["optimizer"]))
+    before = together(mesh, asked, lambda: undoing.remember(model, given))
+    try:
+        together(mesh, asked, lambda: _give(ready, model, given))
+    except BaseException:
+        undoing.put_back(before)
+        raise
+    _fill(mesh, asked, ready, given["optimizer"], places)
     return Loaded(stored.step, dict(ready.training["extra"]), folder)
 
 
+def _places(ready: Ready, optimizer: Any) -> dict[str, Held]:
+    """Where each stored tensor goes; all of them are found in the files. Changes nothing."""
+    held, states = ready.model, dict[str, Held]()
+    wanted = {MODEL + there: held.tensors[here] for here, there in ready.stored_name.items()}
+    if optimizer is not None:
+        record, names = ready.training["optimizer"], ready.name_here
+        states = optimizers.places(optimizer, held, record, ready.stored.tensors, names)
+    ChunkReader(ready.folder, ready.stored).items([*wanted.items(), *states.items()])
+    return states
+
+
+def _give(ready: Ready, model: nn.Module, given: Mapping[str, Any]) -> None:
+    """What may still be refused: by the scheduler, the data, modules with a state of their own."""
+    for name, value in ready.training["extra_state"].items():
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    if given["scheduler"] is not None:
+        given["scheduler"].load_state_dict(ready.training["scheduler"])
+    if given["data"] is not None:
+        given["data"].load_state_dict(ready.own["data"])
+    if ready.own["rng"] is not None:  # none where it came from the files of a model
+        randomness.restore(ready.own["rng"])
+
+
 def _fill(
-    mesh: "DeviceMesh | None",
-    asked: str,
-    ready: Ready,
-    model: nn.Module,
-    given: Mapping[str, Any],
+    mesh: "DeviceMesh | None", asked: str, ready: Ready, optimizer: Any, states: dict[str, Held]
 ) -> None:
-    """Changes the model, the optimizer and the rest."""
+    """Changes the tensors of the model and of the optimizer."""
     failure: Exception | None = None
     try:
         held, names = ready.model, ready.name_here
         wanted = [(MODEL + there, held.tensors[here]) for here, there in ready.stored_name.items()]
-        optimizer, record = given["optimizer"], ready.training["optimizer"]
-        states: dict[str, Held] = {}
-        if optimizer is not None:
-            states = optimizers.places(optimizer, held, record, ready.stored.tensors, names)
         ChunkReader(ready.folder, ready.stored).fill([*wanted, *states.items()])
         if optimizer is not None:
-            optimizers.restore(optimizer, held, record, states, names)
-        _set_extra(model, ready.training["extra_state"])
-        if given["scheduler"] is not None:
-            given["scheduler"].load_state_dict(ready.training["scheduler"])
-        if given["data"] is not None:
-            given["data"].load_state_dict(ready.own["data"])
-        if ready.own["rng"] is not None:  # none where it came from the files of a model
-            randomness.restore(ready.own["rng"])
+            optimizers.restore(optimizer, held, ready.training["optimizer"], states, names)
     except Exception as error:
         failure = error
     settle(mesh, asked, failure)
-
-
-def _set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    for name, value in extra.items():
-        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

@@ -47,7 +47,7 @@ def held_optimizer(optimizer: Any, model: HeldModel) -> tuple[HeldOptimizer, lis
         numbers: dict[str, Any] = {}
         stored: list[str] = []
         for key, value in state.items():
-            kind = _kind(value, param)
+            kind = _kind(key, value, param)
             if kind == "as the parameter":
                 held = model.tensors[name]
                 tensors[_key(name, key)] = Held(name, held.shape, local_of(value), held.pieces)
@@ -65,7 +65,11 @@ def held_optimizer(optimizer: Any, model: HeldModel) -> tuple[HeldOptimizer, lis
 
 
 def mismatch(
-    optimizer: Any, model: HeldModel, record: Mapping[str, Any], name_here: Mapping[str, str]
+    optimizer: Any,
+    model: HeldModel,
+    record: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    name_here: Mapping[str, str],
 ) -> list[str]:
     """What keeps a stored state from going into an optimizer.
 
@@ -73,6 +77,7 @@ def mismatch(
         optimizer: The optimizer.
         model: The model that it is for.
         record: As in `HeldOptimizer`.
+        stored: The tensors of the checkpoint.
         name_here: The stored parameters' names → those in this model.
     """
     if record["class"] != type(optimizer).__name__:
@@ -81,6 +86,12 @@ def mismatch(
     problems = []
     if unknown:
         problems.append(f"{unknown} parameters of the optimizer are not the model's")
+    for name, state in record["states"].items():
+        here = name_here.get(name, name)
+        if here not in model.params:
+            problems.append(f"the optimizer's state of {name} is for no parameter of the model")
+            continue
+        problems += _misfits(name, state["tensors"], stored, model.tensors[here].shape)
     if len(groups) != len(record["groups"]):
         problems.append(
             f"the optimizer has {len(groups)} groups of parameters, "
@@ -92,6 +103,21 @@ def mismatch(
         theirs = {name_here.get(name, name) for name in there["params"]}
         for which, names in (("not stored", ours - theirs), ("only stored", theirs - ours)):
             problems += [f"optimizer group {i}: {name} is {which}" for name in sorted(names)]
+    return problems
+
+
+def _misfits(
+    name: str, keys: list[str], stored: Mapping[str, StoredTensor], shape: tuple[int, ...]
+) -> list[str]:
+    problems = []
+    for key in keys:
+        tensor = stored.get(_key(name, key))
+        if tensor is None:
+            problems.append(f"the optimizer's {key!r} of {name} is missing in it")
+        elif tensor.shape != shape:
+            problems.append(
+                f"the optimizer's {key!r} of {name}: shape {tensor.shape} in it, {shape} here"
+            )
     return problems
 
 
@@ -145,6 +171,9 @@ def restore(
         values = {}
         for key in state["tensors"]:
             local = filled[_key(there, key)].local
+            if key == "step":  # earlier versions stored that of a single number as a tensor
+                values[key] = local.clone() if id(param) in on_device else local.cpu().clone()
+                continue
             values[key] = placed_like(param, local) if isinstance(param, DTensor) else local
         for key, value in state["numbers"].items():
             tensor = torch.is_tensor(value)
@@ -165,12 +194,19 @@ def _groups(optimizer: Any, model: HeldModel) -> tuple[list[dict[str, Any]], int
     return groups, unknown
 
 
-def _kind(value: Any, param: torch.Tensor) -> str:
+def _kind(key: str, value: Any, param: torch.Tensor) -> str:
     if not torch.is_tensor(value):
+        return "number"
+    if param.ndim == 0 and value.ndim == 0 and _counts(key, value, param):
         return "number"
     if local_of(value).shape == local_of(param).shape and value.ndim == param.ndim:
         return "as the parameter"
     return "number" if value.numel() == 1 else "unknown"
+
+
+def _counts(key: str, value: Any, param: torch.Tensor) -> bool:
+    """Whether a state of a parameter without a dimension is a number, and not one like it."""
+    return key == "step" or (isinstance(param, DTensor) and not isinstance(value, DTensor))
 
 
 def _key(name: str, key: str) -> str:

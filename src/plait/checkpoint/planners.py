@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from plait.checkpoint.boxes import Box
 from plait.checkpoint.held import Held
 from plait.checkpoint.manifest import Manifest, StoredTensor
+from plait.run import torch_private
 
 Source = Any
 """Called with a key and a box: that part of the whole tensor."""
@@ -171,16 +172,26 @@ class ChunkReader(FileSystemReader):
         """One stored chunk, from its open file."""
         info = self.storage_data[index]
         x: torch.Tensor = torch.load(
-            self._slice_file(file, info), map_location="cpu", weights_only=True
+            torch_private.slice_of(self, file, info), map_location="cpu", weights_only=True
         )
         return x
 
-    def fill(self, wanted: Sequence[tuple[str, Held]]) -> None:
-        """Copies what this rank holds of each tensor into its place, cast to its dtype."""
+    def items(self, wanted: Sequence[tuple[str, Held]]) -> list[ReadItem]:
+        """What `fill` would read; raises as it would where something is not stored."""
+        return self._planned(wanted)[1]
+
+    def _planned(
+        self, wanted: Sequence[tuple[str, Held]]
+    ) -> "tuple[BoxLoadPlanner, list[ReadItem]]":
         planner = BoxLoadPlanner(wanted)
         planner.set_up_planner({}, self.metadata)
+        return planner, list(planner.create_local_plan().items)
+
+    def fill(self, wanted: Sequence[tuple[str, Held]]) -> None:
+        """Copies what this rank holds of each tensor into its place, cast to its dtype."""
+        planner, items = self._planned(wanted)
         by_file: dict[str, dict[int, list[ReadItem]]] = {}
-        for item in planner.create_local_plan().items:
+        for item in items:
             info = self.storage_data[item.storage_index]
             place = by_file.setdefault(info.relative_path, {})
             place.setdefault(info.offset, []).append(item)
@@ -208,15 +219,13 @@ def write_chunks(
 
 def metadata_of(manifest: Manifest) -> Metadata:
     """The manifest in torch's words."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
     tensors: dict[str, Any] = {}
     places = {}
     for key, tensor in manifest.tensors.items():
         tensors[key] = _stored(tensor)
         for chunk in tensor.chunks:
             index = MetadataIndex(key, torch.Size(chunk.box[0]))
-            places[index] = _StorageInfo(chunk.file, chunk.offset, chunk.nbytes)
+            places[index] = torch_private.stored_at(chunk.file, chunk.offset, chunk.nbytes)
     return Metadata(tensors, storage_data=places)
 
 

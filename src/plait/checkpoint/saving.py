@@ -181,6 +181,7 @@ def _collect(asked: str, model: nn.Module, given: tuple[Any, ...], is_first: boo
         asked,
         optimizer=dict(states.record) or None,
         scheduler=None if scheduler is None else scheduler.state_dict(),
+        scheduler_class=None if scheduler is None else type(scheduler).__name__,
         extra=dict(extra or {}),
         extra_state=dict(held.extra),
     )

@@ -96,7 +96,7 @@ def write_part(job: Job) -> Report:
             nbytes = (job.partial / name).stat().st_size
             if nbytes != file.nbytes:
                 raise OSError(f"{name} has {nbytes} bytes, {file.nbytes} were written")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's archives tell of a full disk by the latter
         raise CheckpointError(
             job.asked, f"{job.partial.name} cannot be written: {error}"
         ) from error
@@ -127,6 +127,8 @@ def commit(job: Job, reports: Sequence[Report]) -> None:
 def _commit(job: Job, reports: Sequence[Report]) -> None:
     files = {name: file for report in reports for name, file in report.files.items()}
     files[TRAINING] = write(job.partial / TRAINING, job.training)
+    count = str(folders.next_count(job.final.parent)).encode()
+    files[folders.ORDER] = write(job.partial / folders.ORDER, count)
     about: dict[str, Any] = {"plait": version("plait"), "torch": torch.__version__}
     about["model_class"] = job.model_class
     if job.pretrained is not None:

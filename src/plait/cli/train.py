@@ -134,11 +134,18 @@ def _check_output(recipe: "Recipe", resume: str | None) -> None:
     """Refuses to write one run over another.
 
     Raises:
-        CheckpointError: The output directory holds a run that is not to be resumed, or none.
+        CheckpointError: The output cannot be a directory, or holds a run that is not to be resumed,
+            or none.
     """
     from plait.train.recipe import RECIPE
 
     output = Path(os.path.expanduser(recipe.output))
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no directory" if not there.is_dir() else "cannot be written to"
+        raise CheckpointError(
+            f"plait train into {recipe.output}:", f"{there} {why}", "--output another directory"
+        )
     holds_run = (output / RECIPE).exists()
     if resume is None and holds_run:
         raise CheckpointError(

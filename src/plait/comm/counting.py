@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.run import torch_private
+
 _open: list["Count"] = []
 _depth_unseen = 0
 
@@ -165,7 +167,7 @@ def unseen() -> Iterator[None]:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return torch_private.in_backward()
 
 
 class _SeeTorch(TorchDispatchMode):

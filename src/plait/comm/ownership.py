@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.comm.once import first_order
+from plait.run import torch_private
 
 Holders = tuple[int, ...]
 
@@ -34,7 +35,7 @@ def holders(x: Tensor) -> Holders:
         sys.getrefcount(x),
         x._use_count(),  # type: ignore[attr-defined]
         sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),
+        torch_private.storage_holders(storage),
         # Memory that torch has not allocated (an array of numpy, shared memory), or only a part.
         storage.resizable(),
         storage.nbytes() == x.numel() * x.element_size(),

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from plait.errors import PlaitError
-from plait.loss import over_vocabulary, pointwise, views
+from plait.loss import losses, over_vocabulary, pointwise, views
 from plait.loss.gathered import version_of
-from plait.loss.labels import Labels
+from plait.loss.labels import Labels, Placeholder, plain
 from plait.loss.logits import SplitLogits
 from plait.loss.naming import attributes, functions
 
@@ -53,7 +53,7 @@ def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found
 
     args, kwargs = tree_map_only(SplitLogits, whole, (args, kwargs))
-    args, kwargs = tree_map_only(Labels, Labels.plain, (args, kwargs))
+    args, kwargs = tree_map_only((Labels, Placeholder), plain, (args, kwargs))
     result = func(*args, **kwargs)
     for x, found, version in used:
         changes = pointwise.changes_first(func) or bool(kwargs.get("inplace"))
@@ -148,5 +148,6 @@ _ANSWERS: dict[Any, Answer] = {
     **pointwise.ANSWERS,
     **views.ANSWERS,
     **over_vocabulary.ANSWERS,
+    **losses.ANSWERS,
     **dict.fromkeys(attributes("data"), _data),
 }

@@ -1,6 +1,7 @@
 """When a model's logits stay split: a call with labels, or inside `split_logits`."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_map_only
 
-from plait.loss.labels import Labels, Record
+from plait.loss.labels import Labels, Placeholder, Record
 from plait.loss.logits import SplitLogits
-from plait.loss.reduction import TOKENS
+from plait.loss.reduction import OTHERS, TOKENS
 from plait.loss.vocabulary import Vocabulary
 from plait.plan import words
+from plait.run.around import split_module
 
 LABELS = frozenset(
     ("labels", "shift_labels", "start_positions", "end_positions", "next_sentence_label")
@@ -24,6 +27,9 @@ LABELS = frozenset(
 
 WHOLE = "output_logits"
 """Argument of a call with labels that asks for whole logits; the model does not see it."""
+
+ITEMS = "num_items_in_batch"
+"""Argument of a forward that its loss is divided by: the number of all ranks."""
 
 ALONE = "_plait_alone"
 """Attribute of a model whose forwards do not talk to other data ranks for a while."""
@@ -46,12 +52,13 @@ def split_logits(model: nn.Module) -> Iterator[nn.Module]:
 
     Comm: none.
     """
-    before = model.__dict__.get(_WANTED, False)
-    model.__dict__[_WANTED] = True
+    inside = split_module(model).__dict__
+    before = inside.get(_WANTED, False)
+    inside[_WANTED] = True
     try:
         yield model
     finally:
-        model.__dict__[_WANTED] = before
+        inside[_WANTED] = before
 
 
 def last_count(model: nn.Module) -> int | None:
@@ -66,7 +73,7 @@ def last_count(model: nn.Module) -> int | None:
 
     Comm: none.
     """
-    count: Tensor | None = model.__dict__.get(_COUNT)
+    count: Tensor | None = split_module(model).__dict__.get(_COUNT)
     return None if count is None else int(count)
 
 
@@ -123,20 +130,47 @@ def call(
         kwargs: The same, by name; `output_logits=True` asks for whole logits.
         data_mesh: The ranks that see other tokens, or None.
 
+    Raises:
+        PlaitError: The data ranks were given different `num_items_in_batch`.
+
     Comm: that of the forward and of [`cross_entropy`][plait.loss.cross_entropy].
     """
     if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
+        kwargs = {n: x for n, x in kwargs.items() if n != WHOLE}  # logits are whole anyway
+        if data_mesh is None or not _may_have_labels(module, args, kwargs):
+            return forward(*args, **kwargs)
+        return _call_apart(module, forward, args, kwargs, data_mesh)
+    return _call(module, forward, args, kwargs, data_mesh)
+
+
+def _may_have_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    named = any(kwargs.get(name) is not None for name in LABELS)
+    idle = any(isinstance(x, Placeholder) for x in (*args, *kwargs.values()))
+    return named or idle or len(args) > 1 or bool(module.__dict__.get(_WANTED, False))
+
+
+def _call(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    data_mesh: DeviceMesh | None,
+) -> Any:
+    """As `call`, not compiled."""
     names = _names(type(module).forward)
     whole = bool(kwargs.pop(WHOLE, False)) if WHOLE in kwargs and WHOLE not in names else False
     wanted = module.__dict__.get(_WANTED, False)
     given = [n for n in LABELS & kwargs.keys() if isinstance(kwargs[n], Tensor)]
     places = [i for i, n in enumerate(names[: len(args)]) if n in LABELS]
     places = [i for i in places if isinstance(args[i], Tensor)]
+    idle = any(isinstance(x, Placeholder) for x in tree_flatten((args, kwargs))[0])
+    if idle:
+        args, kwargs = tree_map_only(Placeholder, Placeholder.plain, (args, kwargs))
     if not (given or places or wanted):
         return forward(*args, **kwargs)
     data_mesh = None if module.__dict__.get(ALONE) else data_mesh
-    record = Record(data_mesh)
+    by_place = dict(zip(names, args, strict=False))
+    record = Record(data_mesh, idle=idle, num_items=kwargs.get(ITEMS, by_place.get(ITEMS)))
     kwargs = {n: _labels(x, record) if n in given else x for n, x in kwargs.items()}
     args = tuple(_labels(x, record) if i in places else x for i, x in enumerate(args))
     split = [] if whole else heads(module)
@@ -151,7 +185,17 @@ def call(
             head.__dict__[_SPLIT] = value
     if record.counts:
         _note(module, output, record)
+    elif data_mesh is not None and (given or places):
+        _warn(module, output, data_mesh)
     return _as_split(output, request) if wanted and not whole and data_mesh is not None else output
+
+
+_call_apart = torch.compiler.disable(
+    _call,
+    reason="the loss of a call with labels is a sum over the data ranks, which plait computes "
+    "outside of the graph; without fullgraph=True the call runs uncompiled; compile the layers of "
+    "the model instead (layer.compile())",
+)
 
 
 def _labels(x: Tensor, record: Record) -> Tensor:
@@ -187,13 +231,42 @@ def _word(name: str) -> str:
 def _note(module: nn.Module, output: Any, record: Record) -> None:
     """Remember of how many tokens the loss is, on the model and on the loss that it returns."""
     count = record.counts[0]
-    for other in record.counts[1:]:
-        count = torch.maximum(count, other)
+    if len(record.counts) > 1:
+        count = torch.stack([x.to(count.device) for x in record.counts]).amax()
+        count.__dict__[OTHERS] = tuple(record.counts)
     module.__dict__[_COUNT] = count
-    loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
-    loss = output if isinstance(output, Tensor) else loss
-    if isinstance(loss, Tensor) and not loss.ndim:
+    loss = _loss_of(output)
+    if loss is not None:
         loss.__dict__[TOKENS] = count
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss among what a model returns, where it is found."""
+    loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, dict) else loss
+    loss = output if isinstance(output, Tensor) else loss
+    return loss if isinstance(loss, Tensor) and not loss.ndim else None
+
+
+def _warn(module: nn.Module, output: Any, data_mesh: DeviceMesh) -> None:
+    """Say once for each class of model that its loss is that of a rank's own samples."""
+    loss = _loss_of(output)
+    kind = next(x for x in type(module).__mro__ if not x.__name__.startswith("FSDP"))
+    if loss is None or not loss.requires_grad or kind in _WARNED or data_mesh.get_local_rank():
+        return
+    _WARNED.add(kind)
+    warnings.warn(
+        f"The loss of {kind.__name__} is none of torch's losses over its labels with a mean or a "
+        "sum, so on several data ranks it is that of each rank's own samples, and gradients are "
+        "the mean over the ranks. With equal numbers of samples (or tokens) on every rank that is "
+        "right. Else let the model return a loss with reduction='mean', or leave labels out of "
+        "the call and compute the loss inside plait.loss.split_logits(model).",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+_WARNED: set[type] = set()
 
 
 def _as_split(output: Any, request: Request) -> Any:

@@ -1,16 +1,16 @@
 """Cross entropy over a split vocabulary: the functional form, and what torch's functions become."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import announce_failure, exchange
 from plait.errors import PlaitError
 from plait.loss.kernel import Terms, token_losses
+from plait.loss.labels import Record, plain, record_of
 from plait.loss.logits import SplitLogits
 from plait.loss.reduction import reduce_tokens
 from plait.loss.vocabulary import Vocabulary
@@ -26,13 +26,13 @@ class Asked:
         ignore_index: The label that does not count.
         reduction: "mean", "sum" or "none".
         terms: What is added to the loss of a token.
-        data_mesh: The ranks that see other tokens.
+        record: The call of a model, with the ranks that see other tokens.
     """
 
     ignore_index: int = -100
     reduction: str = "mean"
     terms: Terms = Terms()  # noqa: RUF009
-    data_mesh: DeviceMesh | None = None
+    record: Record = field(default_factory=Record)
 
 
 def cross_entropy(
@@ -76,13 +76,15 @@ def cross_entropy(
 
     Comm:
         Forward two all-reduces over the vocabulary's ranks, of one number a token and of two (of
-        three with label smoothing); with `data_mesh` one more over these, of three numbers.
+        three with label smoothing); with `data_mesh` one more over these, of five numbers.
         Backward nothing. A plain slice with `mesh`: one control message, the slices' sizes.
 
     Source: Chowdhery et al., PaLM (arXiv 2204.02311), section 5, for the z-loss; the rest as in
         `plait.loss.kernel`.
     """
-    asked = Asked(ignore_index, reduction, Terms(label_smoothing, z_loss), data_mesh)
+    record = record_of(labels, logits)
+    logits, labels = plain(logits), plain(labels)
+    asked = Asked(ignore_index, reduction, Terms(label_smoothing, z_loss))
     named = f"plait.loss.cross_entropy(logits {tuple(logits.shape)}, labels {tuple(labels.shape)}):"
     x, vocabulary, data = _slice_of(named, logits, mesh)
     problems = _problems(asked, labels)
@@ -90,7 +92,9 @@ def cross_entropy(
         problems.append("labels have one number for each row of the logits' last dim")
     if problems:
         raise PlaitError(named, problems, "see plait.loss.cross_entropy for what each one may be")
-    asked = Asked(ignore_index, reduction, asked.terms, data_mesh or data)
+    if data_mesh is not None or record.data_mesh is None:
+        record = Record(data_mesh or data, record.counts, record.idle, record.num_items)
+    asked = Asked(ignore_index, reduction, asked.terms, record)
     return entropy(named, x, labels, vocabulary, asked)
 
 
@@ -100,13 +104,12 @@ def entropy(
     """Cross entropy of checked arguments; the vocabulary is the last dim of `x_local`."""
     shape, labels = labels.shape, labels.reshape(-1).long()
     valid = labels != asked.ignore_index
-    _check_range(named, labels, valid, vocabulary.whole, asked.data_mesh)
+    _check_range(named, labels, valid, vocabulary.whole, asked.record.data_mesh)
     x = x_local.reshape(labels.numel(), x_local.shape[-1])
     losses = token_losses(x, labels, valid, vocabulary, asked.terms)
     dtype = result_dtype(x_local)
-    if asked.reduction == "none":
-        return losses.to(dtype).view(shape)
-    return reduce_tokens(losses, valid.sum(), asked.reduction, asked.data_mesh, dtype=dtype)
+    losses = losses.view(shape)
+    return reduce_tokens(losses, valid.sum(), asked.reduction, asked.record, dtype=dtype)
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
@@ -115,27 +118,26 @@ def result_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if half and torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
-def whole_entropy(arguments: dict[str, Any], data_mesh: DeviceMesh | None) -> Tensor:
-    """torch.nn.functional.cross_entropy of whole logits, over the tokens of all data ranks.
+def whole_entropy(func: Any, arguments: dict[str, Any], record: Record) -> Tensor:
+    """Torch's cross entropy or nll_loss of whole logits, over the tokens of all data ranks.
 
     Args:
-        arguments: Those of `torch.nn.functional.cross_entropy`, by name.
-        data_mesh: The ranks that see other tokens.
+        func: `torch.nn.functional.cross_entropy` or `nll_loss`.
+        arguments: Its arguments, by name.
+        record: The call of a model, with the ranks that see other tokens.
 
-    Comm: with `data_mesh` one all-reduce of three numbers.
+    Comm: with data ranks one all-reduce of five numbers.
     """
-    given = {**arguments, "reduction": "sum", "size_average": None, "reduce": None}
     target, class_weight = arguments["target"], arguments["weight"]
-    total = F.cross_entropy(**given)
+    losses = func(**{**arguments, "reduction": "none"})
     if target.is_floating_point():  # a distribution for each token
-        count = torch.tensor(target.numel() // target.shape[min(1, target.ndim - 1)])
-        count, weight = count.to(total.device), None
+        count, weight = torch.tensor(losses.numel(), device=losses.device), None
     else:
         valid = target != arguments["ignore_index"]
         count, weight = valid.sum(), None
         if class_weight is not None:
             weight = class_weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
-    return reduce_tokens(total, count, arguments["reduction"], data_mesh, weight)
+    return reduce_tokens(losses, count, arguments["reduction"], record, weight, losses.dtype)
 
 
 def class_last(x: Tensor) -> Tensor:

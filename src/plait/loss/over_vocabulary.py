@@ -1,96 +1,18 @@
 """Functions over the vocabulary that need a few numbers a row from every rank, not the row."""
 
-import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait.comm import all_gather
 from plait.loss import entropy
-from plait.loss.kernel import Terms, logsumexp
-from plait.loss.labels import Labels, Record
+from plait.loss.kernel import logsumexp
+from plait.loss.labels import plain
 from plait.loss.logits import SplitLogits
 from plait.loss.naming import functions
-from plait.loss.reduction import TOKENS, reduce_tokens
 from plait.loss.vocabulary import Vocabulary
-
-
-def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The cross entropy of split logits, or of whole ones with the labels of a model's call."""
-    given = _arguments(F.cross_entropy, args, kwargs)
-    x, target, record = _loss_arguments(given)
-    data_mesh = record.data_mesh if record.data_mesh is not None else getattr(x, "data_mesh", None)
-    given = {**given, "input": x, "target": target}
-    if not (entropy.takes(given) and entropy.shapes_fit(x, target)):
-        given["input"] = x.whole() if isinstance(x, SplitLogits) else x
-        if given["reduction"] == "none" or not entropy.takes({**given, "weight": None}):
-            return F.cross_entropy(**given)
-        loss = entropy.whole_entropy(given, data_mesh)
-    else:
-        x = entropy.class_last(x)
-        if isinstance(x, SplitLogits) and x.vocabulary_dim == -1:
-            local, vocabulary = x.local, x.vocabulary
-        else:
-            local = x.whole() if isinstance(x, SplitLogits) else x
-            vocabulary = Vocabulary((local.shape[-1],))
-        asked = entropy.Asked(
-            given["ignore_index"],
-            given["reduction"],
-            Terms(given["label_smoothing"]),
-            data_mesh,
-        )
-        named = f"cross_entropy of logits {tuple(given['input'].shape)}:"
-        loss = entropy.entropy(named, local, target, vocabulary, asked)
-    return _recorded(loss, record)
-
-
-def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The negative log-likelihood, of split logarithms of probabilities or of whole ones."""
-    given = _arguments(F.nll_loss, args, kwargs)
-    x, target, record = _loss_arguments(given)
-    data_mesh = record.data_mesh if record.data_mesh is not None else getattr(x, "data_mesh", None)
-    plain = entropy.takes({**given, "label_smoothing": 0.0}) and entropy.shapes_fit(x, target)
-    if not plain:
-        whole = x.whole() if isinstance(x, SplitLogits) else x
-        return F.nll_loss(**{**given, "input": whole, "target": target})
-    last = entropy.class_last(x)
-    valid = target != given["ignore_index"]
-    places = target.masked_fill(~valid, 0).unsqueeze(-1)
-    losses = -torch.gather(last, -1, places).squeeze(-1).masked_fill(~valid, 0)
-    if given["reduction"] == "none":
-        return losses
-    wide = losses.to(torch.promote_types(losses.dtype, torch.float32))
-    loss = reduce_tokens(wide, valid.sum(), given["reduction"], data_mesh, dtype=losses.dtype)
-    return _recorded(loss, record)
-
-
-def _loss_arguments(given: dict[str, Any]) -> tuple[Any, Tensor, Record]:
-    x, target = given["input"], given["target"]
-    record = target.record if isinstance(target, Labels) else Record()
-    x = x.plain() if isinstance(x, Labels) else x
-    target = target.plain() if isinstance(target, Labels) else target
-    return x, target.whole() if isinstance(target, SplitLogits) else target, record
-
-
-def _recorded(loss: Tensor, record: Record) -> Tensor:
-    if TOKENS in loss.__dict__:
-        record.counts.append(loss.__dict__[TOKENS])
-    return loss
-
-
-def _arguments(signature_of: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = _signature(signature_of).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-@lru_cache
-def _signature(func: Any) -> inspect.Signature:
-    return inspect.signature(func)
 
 
 def log_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +77,7 @@ def gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     last = isinstance(x, SplitLogits) and x.vocabulary_dim == -1
     if not last or given.get("dim") not in (-1, x.ndim - 1) or not isinstance(index, Tensor):
         return NotImplemented
-    index = index.plain() if isinstance(index, Labels) else index
+    index = plain(index)
     inside = index.numel() == 0 or (index.min() >= 0 and index.max() < x.vocabulary.whole)
     if isinstance(index, SplitLogits) or index.ndim != x.ndim or not inside:
         return NotImplemented  # torch's own error
@@ -190,8 +112,6 @@ def _over_last(
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: cross_entropy,
-    F.nll_loss: nll_loss,
     **dict.fromkeys(functions("log_softmax"), log_softmax),
     **dict.fromkeys(functions("softmax"), softmax),
     **dict.fromkeys(functions("logsumexp"), log_sum_exp),

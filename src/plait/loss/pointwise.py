@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.loss.labels import Labels
+from plait.loss.labels import plain
 from plait.loss.logits import SplitLogits
 from plait.loss.naming import functions
 
@@ -40,7 +40,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return x.local
         if not isinstance(x, Tensor):
             return x
-        x = x.plain() if isinstance(x, Labels) else x
+        x = plain(x)
         if x.ndim >= -dim and x.shape[dim] != 1:
             return vocabulary.split(x, dim)
         return vocabulary.copy(x)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.loss.labels import Labels
+from plait.loss.labels import plain
 from plait.loss.logits import SplitLogits
 from plait.loss.naming import functions
 
@@ -75,7 +75,7 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.vocabulary_dim + x.ndim:
         return NotImplemented
     removed = name in ("select", "unbind") and dim % x.ndim > x.vocabulary_dim + x.ndim
-    parts = func(x.local, *map(_plain, args[1:]), **{k: _plain(v) for k, v in kwargs.items()})
+    parts = func(x.local, *map(plain, args[1:]), **{k: plain(v) for k, v in kwargs.items()})
     to = x.vocabulary_dim + int(removed)
     return (
         x.like(parts, to)
@@ -106,7 +106,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     items = list(asked) if isinstance(asked, tuple) else [asked]
     if any(isinstance(item, bool | SplitLogits | str) for item in items):
         return NotImplemented
-    items = [_plain(item) for item in items]
+    items = [plain(item) for item in items]
     used = sum(_dims(item) for item in items)
     dots = [place for place, item in enumerate(items) if item is Ellipsis]
     reaches = (dots and dots[-1] < len(items) - 1) or (not dots and used == x.ndim)
@@ -132,10 +132,6 @@ def _is_all(item: Any, size: int) -> bool:
         return False
     stop = item.stop is None or (isinstance(item.stop, int) and item.stop >= size)
     return item.start in (None, 0) and item.step in (None, 1) and stop
-
-
-def _plain(x: Any) -> Any:
-    return x.plain() if isinstance(x, Labels) else x
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {

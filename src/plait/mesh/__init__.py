@@ -1,5 +1,5 @@
 """Layout → DeviceMesh. All of plait's process groups are made here, once per layout."""
 
-from plait.mesh.building import axis, build, coordinates, flat
+from plait.mesh.building import axis, build, coordinates, flat, world
 
-__all__ = ["axis", "build", "coordinates", "flat"]
+__all__ = ["axis", "build", "coordinates", "flat", "world"]

@@ -58,6 +58,22 @@ def build(layout: Layout, device_type: str) -> DeviceMesh:
     return made[key]
 
 
+def world(device_type: str) -> DeviceMesh:
+    """All processes as one axis, on their own group.
+
+    Args:
+        device_type: "cpu" or "cuda".
+
+    Comm: none.
+    """
+    made = _MADE.setdefault(dist.group.WORLD, {})
+    if device_type not in made:
+        made[device_type] = init_device_mesh(
+            device_type, (dist.get_world_size(),), mesh_dim_names=("world",)
+        )
+    return made[device_type]
+
+
 def axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The 1-D part of a mesh that this rank lies on along one axis.
 

@@ -20,6 +20,7 @@ SHARD_STYLES = (FREE, KEEP, ROOT)
 backward; no group of its own (part of the group around it)."""
 
 _LISTS = ("ModuleList", "Sequential")
+_CONTAINERS = ("ModuleList", "ModuleDict")  # have no forward
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class ShardGroup:
 def blocks_of(names: ModelNames) -> list[str]:
     """The outermost members of module lists that have parameters: the layers of a model."""
     found: list[str] = []
-    for name in names.modules:
+    for name, kind in names.modules.items():
         parent, _, last = name.rpartition(".")
         is_member = last.isdigit() and names.modules.get(parent) in _LISTS
+        is_member = is_member and kind not in _CONTAINERS  # of it the members, if it is a list
         inside = any(name.startswith(f"{block}.") for block in found)
         if is_member and not inside and _params_below(names, name):
             found.append(name)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait.loss.asking import ALONE
+from plait.run.around import split_module
 from plait.state.record import state_of
 
 FREES = "_plait_frees"  # on a group of FSDP that drops its gathered weights after the forward
@@ -27,6 +28,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         On entering, one all-gather over the data ranks for each group of FSDP: all must enter. Each
         rank holds the whole of its tensor-parallel part inside.
     """
+    model = split_module(model)
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     state = state_of(model)
     if state is None or not parts:

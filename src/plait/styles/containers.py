@@ -145,7 +145,7 @@ class _Children(ReplicateParallel):
 def _is_split(part: nn.Module) -> bool:
     """Whether a module's parameters are cut, so that only its own forward can use them."""
     return any(
-        isinstance(param, DTensor) and not param.placements[0].is_replicate()
+        isinstance(param, DTensor) and not all(p.is_replicate() for p in param.placements)
         for param in part._parameters.values()
     )
 

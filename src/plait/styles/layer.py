@@ -245,6 +245,6 @@ class TensorParallelLayer:
 
 def _is_cut(module: nn.Module) -> bool:
     return any(
-        isinstance(param, DTensor) and not param.placements[0].is_replicate()
+        isinstance(param, DTensor) and not all(p.is_replicate() for p in param.placements)
         for param in module._parameters.values()
     )

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout, aligned, packed
+from plait.run.torch_private import StridedShard
 from plait.styles.activations import to_replicate
 from plait.styles.heads import place_layout
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
@@ -107,7 +107,7 @@ class PackedParallel(TensorParallelLayer):
         elif dim is None:
             place(module, param, mesh, Replicate())
         else:
-            strided = _StridedShard(dim % tensor.ndim, split_factor=self.split_factor)
+            strided = StridedShard(dim % tensor.ndim, split_factor=self.split_factor)
             place(module, param, mesh, strided)
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
@@ -160,7 +160,7 @@ class PackedColwiseParallel(PackedParallel):
                 "torch has no placement for parts of unequal size",
                 "use_local_output=True",
             )
-        strided = _StridedShard(output.ndim - 1, split_factor=self.split_factor)
+        strided = StridedShard(output.ndim - 1, split_factor=self.split_factor)
         return DTensor.from_local(output, mesh, [strided], run_check=False)
 
 

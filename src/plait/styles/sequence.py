@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from plait.plan.sequence import BY_TOKEN
+from plait.run import torch_private
 from plait.styles.attention import positional
 from plait.styles.layer import first_input, rebind
 from plait.styles.randomness import split_randomness, whole_randomness
@@ -35,6 +36,7 @@ class Part:
         is_last: A block: the last one.
         cuts_output: A region: whether its output is whole.
         sums_output: A region: whether its output is a term of a sum.
+        leaves_term: A layer in a region: whether it leaves such a term.
         by_token: A block: arguments with a row for every token beside the hidden states, and their
             places.
     """
@@ -45,6 +47,7 @@ class Part:
     is_last: bool = False
     cuts_output: bool = False
     sums_output: bool = False
+    leaves_term: bool = False
     by_token: Mapping[str, int] = field(default_factory=dict)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +150,7 @@ def _is_again(tokens: Tokens) -> bool:
     Raises:
         PlanError: Nothing tells.
     """
-    if True not in tokens.recorded or torch._C._current_graph_task_id() == -1:
+    if True not in tokens.recorded or not torch_private.in_backward():
         return False
     if False in tokens.recorded:
         raise tokens.refusal(

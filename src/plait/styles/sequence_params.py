@@ -103,7 +103,8 @@ def can_leave_term(module: nn.Module) -> bool:
 def wrap_term(module: nn.Module, tokens: Tokens) -> None:
     """Let experts, or a row-parallel layer beside them, leave a term of the sum of all ranks."""
     is_row = _is_plain_row(module)
-    module.__dict__[_ROW] = Part(tokens, module.__dict__.get("forward"), cuts_output=not is_row)
+    before = module.__dict__.get("forward")
+    module.__dict__[_ROW] = Part(tokens, before, cuts_output=not is_row, leaves_term=True)
     rebind(module, _term_forward)
 
 
@@ -135,12 +136,6 @@ def follow_row(base: nn.Module, first: nn.Module, second: nn.Module) -> None:
     part: Part | None = base.__dict__.get(_ROW)
     if part is None or _ROW in first.__dict__:
         return
-    is_term = getattr(base.__dict__["forward"], "__func__", None)
-    wrap = wrap_term if is_term is not None and _shows_term(base) else wrap_row
+    wrap = wrap_term if part.leaves_term else wrap_row
     wrap(first, part.tokens)
     sum_gradients(second, part.tokens)
-
-
-def _shows_term(base: nn.Module) -> bool:
-    forward = base.__dict__["forward"].__func__
-    return bool(forward.__code__ is _term_forward.__code__)

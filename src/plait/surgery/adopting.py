@@ -1,7 +1,5 @@
 """Modules and parameters that were put into a split module afterwards become part of it."""
 
-import gc
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from plait import comm
 from plait.errors import PlaitError, RankError
+from plait.run.around import split_module
 from plait.state import LAYOUT, STATE, ParallelState, own_class, state_of
 from plait.styles import ALL_PARALLEL_STYLES, TensorParallelLayer
 from plait.styles.containers import style_of_rest
@@ -20,6 +19,7 @@ from plait.styles.params import replicate
 from plait.surgery.data_ranks import average_over_data, spread_over_data
 from plait.surgery.keeping import keep_records
 from plait.surgery.loading import is_part, layout_of, take_whole_tensors
+from plait.surgery.optimizers import tell_optimizers
 from plait.surgery.planned import planned_styles, single_style
 from plait.surgery.watching import (
     has_changed,
@@ -33,8 +33,6 @@ from plait.surgery.watching import (
 )
 from plait.surgery.wrappers import Wrapped, kept_names, look
 from plait.weights.outcome import meet
-
-_log = logging.getLogger("plait")
 
 
 def adopt(model: nn.Module) -> tuple[str, ...]:
@@ -63,6 +61,7 @@ def adopt(model: nn.Module) -> tuple[str, ...]:
     Comm:
         One control message, and one broadcast for each new tensor.
     """
+    model = split_module(model)
     state = state_of(model)
     if state is None:
         return ()
@@ -152,7 +151,8 @@ def _adopt(model: nn.Module, state: ParallelState) -> tuple[str, ...]:
         raise _sharded("plait.adopt", model)
     axes = [state.tp_mesh, *([state.data_mesh] if state.data_mesh is not None else [])]
     asked = f"New modules in a split {own_class(model).__name__}:"
-    _agree(asked, fresh, state.mesh if state.data_mesh is not None else state.tp_mesh)
+    together = state.mesh if state.data_mesh is not None else state.tp_mesh
+    _agree(asked, fresh, together, set(kept_names(wrapped, fresh)))
     styles = planned_styles(asked, model, state, wrapped) | wrapped.styles(state)
     if fresh:
         values = [*fresh.values(), *_new_buffers(model)]
@@ -201,7 +201,10 @@ def cut_plain(
     Comm: none.
     """
     modules = dict(model.named_modules())
+    fresh = plain_parameters(model)
     own = wrapped.own | set(wrapped.parts)
+    if set(kept_names(wrapped, fresh)) == set(fresh):  # nothing else is new
+        modules = {name: modules[name] for name in modules if name in own}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for owner in sorted(modules, key=lambda name: name not in styles):  # tied ones follow these
         part, style = modules[owner], styles.get(owner)
@@ -222,7 +225,7 @@ def cut_plain(
             border.install_forward(part, state.tp_mesh)
         keep_records(part)
         take_whole_tensors(part)
-    _tell_optimizers({key: new for key, (_, new) in made.items()})
+    tell_optimizers({key: new for key, (_, new) in made.items()})
     refresh(model)
 
 
@@ -258,7 +261,10 @@ def refresh(model: nn.Module) -> None:
     watch(model)
 
 
-def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+def _agree(
+    asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh, unfilled: set[str]
+) -> None:
+    """Refuse what differs between the ranks, or is elsewhere; `unfilled` may be on meta."""
     own = {
         name: f"{tuple(p.shape)} of {str(p.dtype).removeprefix('torch.')} on {p.device.type}"
         for name, p in fresh.items()
@@ -268,7 +274,7 @@ def _agree(asked: str, fresh: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> N
         wrong = [
             f"{n} is {text}"
             for n, text in own.items()
-            if not text.endswith((mesh.device_type, "meta"))
+            if not text.endswith(mesh.device_type) and not (n in unfilled and fresh[n].is_meta)
         ]
         if wrong:
             raise PlaitError(
@@ -313,24 +319,3 @@ def _new_buffers(model: nn.Module) -> list[torch.Tensor]:
         for buffer in part._buffers.values()
         if buffer is not None and not isinstance(buffer, DTensor)
     ]
-
-
-def _tell_optimizers(made: Mapping[int, nn.Parameter]) -> None:
-    """Give optimizers the new parameters in the place of those they hold."""
-    if not made:
-        return
-    for held in gc.get_objects():
-        if not issubclass(type(held), torch.optim.Optimizer):
-            continue
-        for group in held.__dict__.get("param_groups", ()):
-            params = group["params"]
-            for position, param in enumerate(params):
-                if id(param) in made:
-                    params[position] = made[id(param)]
-                    if held.state.pop(param, None):
-                        _log.warning(
-                            "%s had a state for a parameter that is now a DTensor: it is dropped, "
-                            "and the optimizer starts anew for this parameter. Adopt new modules "
-                            "before the first step (plait.adopt(model)).",
-                            type(held).__name__,
-                        )

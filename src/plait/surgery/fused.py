@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from plait.errors import PlaitError
+from plait.run import torch_private
 
 _STEPS = (
     ("_fused_sgd_", ("default", "tensor_lr")),
@@ -22,7 +23,7 @@ def serve_fused_steps() -> None:
 
     Comm: none.
     """
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers = torch_private.dtensor_handlers()
     for name, overloads in _STEPS:
         packet = getattr(torch.ops.aten, name, None)
         for overload in overloads:

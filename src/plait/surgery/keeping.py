@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait.errors import PlaitError
+from plait.run import torch_private
 
 
 def keep_records(part: nn.Module) -> None:
@@ -45,10 +46,7 @@ def _apply_sharded(self: nn.Module, fn: Callable[..., Any], recurse: bool = True
 
 
 def _has_run(root: nn.Module) -> bool:
-    if not isinstance(root, FSDPModule):
-        return False
-    group = getattr(root._get_fsdp_state(), "_fsdp_param_group", None)
-    return bool(getattr(group, "_reset_sharded_params", False))
+    return isinstance(root, FSDPModule) and torch_private.fsdp_has_run(root)
 
 
 def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:

@@ -18,10 +18,10 @@ class Watch:
         params: Whether to look at parameters; FSDP exchanges them at every forward.
     """
 
-    __slots__ = ("params", "settled", "tables")
+    __slots__ = ("made", "params", "settled", "tables")
 
     def __init__(self, root: nn.Module | None = None, params: bool = True) -> None:
-        self.settled = False
+        self.settled, self.made = False, root is not None
         self.params = params
         self.tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in root.modules() if root is not None else ():
@@ -34,7 +34,7 @@ class Watch:
         for table, seen in self.tables:
             if len(table) != len(seen) or not all(map(is_, table.values(), seen)):
                 return True
-        return not self.tables
+        return not self.made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Watch":
         return Watch()  # a copy of the module looks for itself

@@ -21,38 +21,58 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from plait import comm
-from plait.loss.reduction import TOKENS
+from plait.errors import PlaitError
+from plait.loss.reduction import OTHERS, TOKENS, WEIGHT
+from plait.run import torch_private
+from plait.run.around import split_module
 from plait.train.turns import Turn
 
 _LAST_COUNT = "_plait_last_count"  # where plait.loss.last_count looks
-_SYNC = "_plait_sync"  # on a model: what set_sync said last
 
 
-def set_sync(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward passes of a model reduce gradients over its data ranks.
+@contextlib.contextmanager
+def syncing(models: Sequence[nn.Module], sync: bool) -> Iterator[None]:
+    """In this block, backward passes reduce gradients over the data ranks, or do not.
+
+    Afterwards it is for each module as it was before.
 
     Args:
-        model: One that FSDP shards, or any other, for which there is nothing to do.
+        models: Those that FSDP shards; for any other there is nothing to do.
         sync: False: gradients are kept on each rank until a pass with True.
     """
-    if model.__dict__.get(_SYNC, True) == sync:
-        return
-    model.__dict__[_SYNC] = sync
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_requires_gradient_sync(sync, recurse=False)
+    parts = _sharded(models)
+    before = [torch_private.fsdp_reduces(part) for part in parts]
+    for part in parts:
+        part.set_requires_gradient_sync(sync, recurse=False)
+    try:
+        yield
+    finally:
+        for part, reduces in zip(parts, before, strict=True):
+            part.set_requires_gradient_sync(reduces, recurse=False)
+
+
+def _sharded(models: Sequence[nn.Module]) -> list[Any]:
+    return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 @contextlib.contextmanager
 def no_sync(*models: nn.Module) -> Iterator[None]:
     """In this block, backward passes reduce nothing over the data ranks."""
-    for model in models:
-        set_sync(model, False)
-    try:
+    with syncing(models, False):
         yield
-    finally:
-        for model in models:
-            set_sync(model, True)
+
+
+def check_steps(steps: Any) -> None:
+    """Refuse what is no number of micro-steps.
+
+    Raises:
+        PlaitError: It is none of 1, 2, 3, ….
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise PlaitError(
+            f"gradient_accumulation_steps={steps!r}:",
+            "a step of the optimizer follows a whole number of micro-steps, 1 or more",
+        )
 
 
 class Window:
@@ -75,6 +95,7 @@ class Window:
     """
 
     def __init__(self, steps: int = 1, *, sync_each_batch: bool = False) -> None:
+        check_steps(steps)
         self.steps, self.sync_each_batch = steps, sync_each_batch
         self.is_last = True
         self._step = 0  # micro-steps since the last window ended at a multiple of `steps`
@@ -91,28 +112,47 @@ class Window:
     @property
     def may_clear(self) -> bool:
         """Whether gradients may be cleared now: not in the middle of a window."""
-        return not self._open or self._total == 0.0 or (self.is_last and self._divided)
+        return self._total == 0.0 or self._divided
 
-    def reset(self) -> None:
-        """Forget what was accumulated: the next micro-step begins a window."""
+    def reset(self, *models: nn.Module) -> None:
+        """Forget what was accumulated: the next micro-step begins a window.
+
+        The gradients of a window that has not ended go, and those that FSDP keeps until they are
+        reduced, which `zero_grad` does not see.
+
+        Args:
+            models: Those whose unreduced gradients go, beside those of the last micro-step.
+        """
+        for part in _sharded([*self._models, *models]):
+            torch_private.drop_unreduced(part)
+        if self._total and not self._divided:
+            for model in self._models:
+                model.zero_grad()
+        self._total = 0.0
         self._step, self.is_last, self._open = 0, True, False
 
     @contextlib.contextmanager
     def micro_step(self, *models: nn.Module, end: bool = False) -> Iterator[None]:
         """One forward and backward pass of a window.
 
+        An exception in it ends the window, and drops what it has accumulated. Leaving a loop with
+        `break` does not: the next micro-step goes on with the window, unless `reset` is called.
+
         Args:
             models: Those whose gradients are accumulated.
             end: There is no further batch: the window ends here, complete or not.
         """
-        self.begin(*models, end=end)
+        self._begin(models, end)
         try:
-            yield
+            with syncing(models, self.is_last or self.sync_each_batch):
+                yield
+        except BaseException:
+            self.reset()
+            raise
         finally:
             self._open = False
 
-    def begin(self, *models: nn.Module, end: bool = False) -> None:
-        """Begin a micro-step; see `micro_step`."""
+    def _begin(self, models: Sequence[nn.Module], end: bool) -> None:
         if self.is_last:
             self._reference, self._total, self._divided = None, 0.0, False
             self._sum, self._sum_is_global = None, True
@@ -120,8 +160,6 @@ class Window:
         self.is_last = end or self._step % self.steps == 0
         self._weight, self._open, self._models = None, True, models
         self._look(models)
-        for model in models:
-            set_sync(model, self.is_last or self.sync_each_batch)
 
     def backward(
         self,
@@ -144,6 +182,9 @@ class Window:
             data_rank: Which of them this rank is.
             scaler: A `torch.amp.GradScaler` through which it goes.
             **options: For `torch.Tensor.backward`.
+
+        Raises:
+            PlaitError: Of several micro-steps one has a loss that is a sum of different means.
 
         Comm: that of the model's backward.
         """
@@ -186,7 +227,7 @@ class Window:
         if self._weight is None:
             count = 1.0
             if self.steps > 1 and counted is not None:
-                count = float(counted)
+                count = _weight_of(counted)
             elif self.steps > 1 and turn is not None and turn.num_samples:
                 count = float(turn.num_samples)
             if self._reference is None and count > 0:
@@ -212,9 +253,31 @@ class Window:
         self._sum_is_global = self._sum_is_global and is_global
 
 
+def _weight_of(counted: Any) -> float:
+    """What a mean was divided by.
+
+    Raises:
+        PlaitError: The loss is the sum of means over different numbers of tokens.
+    """
+    known = getattr(counted, "__dict__", {})
+    others = {float(x.__dict__.get(WEIGHT, x)) for x in known.get(OTHERS, ())}
+    if len(others) > 1:
+        numbers = " and ".join(f"{x:g}" for x in sorted(others))
+        raise PlaitError(
+            "Accumulating gradients of a model that adds up several losses:",
+            f"they are means over {numbers} tokens, and one weight for their sum would be wrong",
+            [
+                "gradient_accumulation_steps=1, with larger batches",
+                "a loss of your own: plait.loss.split_logits(model), one backward for each mean, "
+                "each in a Window of its own",
+            ],
+        )
+    return float(known.get(WEIGHT, counted))
+
+
 def _count(model: nn.Module) -> Any:
     """The very object that the model's last call with labels left."""
-    return model.__dict__.get(_LAST_COUNT)
+    return split_module(model).__dict__.get(_LAST_COUNT)
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from plait.loss.labels import Placeholder
+
 IGNORED = -100
 """The label of a token that no loss counts; the default of `torch.nn.functional.cross_entropy`."""
 
@@ -81,15 +83,23 @@ def rows(data: Any, start: int, stop: int) -> Any:
 
 
 def without_labels(data: Any) -> Any:
-    """The batch with every label ignored, where it has integer labels; else as it is."""
+    """The batch marked as none of this rank's: no label in it counts in a loss, whatever its name.
+
+    A model that is called with a marked tensor regards all its labels as ignored. For code that
+    counts labels itself, integer `labels` and `shift_labels` show as ignored.
+
+    Args:
+        data: Tensors in mappings, lists, tuples and named tuples of any depth.
+    """
+    marked = map_tensors(Placeholder.of, data)
     if not isinstance(data, Mapping):
-        return data
-    masked = dict(data)
+        return marked
+    shown = {}
     for key in LABELS:
-        labels = masked.get(key)
+        labels = data.get(key)
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-            masked[key] = torch.full_like(labels, IGNORED)
-    return _with_items(data, masked)
+            shown[key] = Placeholder.of(labels, torch.full_like(labels, IGNORED))
+    return _with_items(marked, {**marked, **shown})
 
 
 def _with_items(data: Mapping[Any, Any], items: Mapping[Any, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from plait import comm
 from plait.errors import PlaitError
+from plait.run import torch_private
 from plait.state import state_of
 from plait.train import accumulation, precision, preparing
 from plait.train.loader import Running
@@ -50,6 +51,7 @@ class Gradients(States):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
+        accumulation.check_steps(steps)
         self.window.steps = steps
         for model in self.models:
             self._install(model)
@@ -167,27 +169,41 @@ class Gradients(States):
         """A context that computes as prepared models do, for what is outside of them."""
         return precision.autocast(self.device.type, self._dtype)
 
-    def _step(self, optimizer: Optimizer, own_step: Any, arguments: tuple[Any, ...]) -> Any:
+    def _step(self, optimizer: Optimizer, own_step: Any, arguments: dict[str, Any]) -> Any:
         if self._in_scaler:
             self._stepped = True
-            return own_step(*arguments)
+            return own_step(**arguments)
         if not self.sync_gradients:
             return None
         self._refuse_strangers(optimizer)
         if self.scaler is None:
-            return own_step(*arguments)
+            return own_step(**arguments)
+        if arguments.get("closure") is not None:
+            raise PlaitError(
+                f"{type(optimizer).__name__}.step(closure) with mixed_precision='fp16':",
+                "the closure computes gradients anew, and they would not be scaled",
+                ["mixed_precision='bf16', which needs no scale", "step() without a closure"],
+            )
         self._in_scaler, self._stepped = True, False
         try:
-            result = self.scaler.step(optimizer, *arguments)
+            result = self.scaler.step(optimizer, **arguments)
         finally:
             self._in_scaler = False
         self._skipped.discard(id(optimizer))
-        if not self._stepped:
+        if not self._stepped or self._found_infinite(optimizer):
             self._skipped.add(id(optimizer))
         self._scaled_steps.add(id(optimizer))
         if all(id(other) in self._scaled_steps for other in self.optimizers):
             self._update_scale()
         return result
+
+    def _found_infinite(self, optimizer: Optimizer) -> bool:
+        """Whether the scaler met a gradient that is not finite: fused optimizers then do nothing.
+
+        They are told by the scaler and leave the step out by themselves.
+        """
+        found = torch_private.found_infinite(self.scaler, optimizer)
+        return any(bool(x) for x in found)
 
     def _update_scale(self) -> None:
         """Once all optimizers have stepped, or those that do not step were passed over."""

@@ -1,12 +1,12 @@
 """A data loader over a layout: each data rank its own samples, a tensor-parallel group the same.
 
 Every step is taken by all ranks. Where the last samples do not suffice for all data ranks, a rank
-without any gets a copy of the first one's batch whose labels are all ignored, so that it counts in
-no token-weighted loss; no sample is seen twice.
+without any gets a copy of the first one's batch that is marked, so that it counts in no loss of a
+model; no sample is seen twice.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from plait.train import batches as contents
 from plait.train import sources
 from plait.train.agreement import compare_first
 from plait.train.places import Places
-from plait.train.turns import Turn
+from plait.train.turns import Turn, with_last
 
 Batches = Iterator[tuple[Any, Turn]]
 
@@ -143,8 +143,6 @@ class DataRankLoader:
         self._running.begin(self)
         try:
             for number, ((batch, turn), is_last) in enumerate(_with_last(given)):
-                if turn.sizes[self.places.data_rank] == 0:
-                    batch = contents.without_labels(batch)
                 if number == 0:
                     compare_first(self.places, self._epoch, turn, batch)
                 self.turn, self.is_last = turn, is_last
@@ -153,7 +151,10 @@ class DataRankLoader:
                     "batches": turn.batches + self._source.batches_per_step,
                     "steps": turn.steps + 1,
                 }
-                yield self._place(batch)
+                batch = self._place(batch)
+                if self.is_placeholder:
+                    batch = contents.without_labels(batch)
+                yield batch
         except Exception as error:  # of the data set, on this rank alone; the others would wait
             comm.announce_failure(None, error)
             raise
@@ -247,9 +248,12 @@ def data_loader(
 
 
 def _with_last(given: Batches) -> Iterator[tuple[tuple[Any, Turn], bool]]:
-    """Each item, and whether it is the last one; reads one ahead."""
-    before = next(given, None)
-    while before is not None:
-        after = next(given, None)
-        yield before, after is None
-        before = after
+    """Each item, and whether it is the last one; reads one ahead where its turn does not say it."""
+    first = next(given, None)
+    if first is None:
+        return
+    items = chain([first], given)
+    if first[1].is_last is None:
+        yield from with_last(items)
+    else:
+        yield from ((item, bool(item[1].is_last)) for item in items)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from plait.checkpoint import latest
-from plait.errors import CheckpointError, PlaitError
+from plait.errors import CheckpointError, PlaitError, WeightsError
 from plait.loss import last_count
 from plait.loss.reduction import TOKENS
 from plait.state import state_of
@@ -253,8 +254,22 @@ def _position(setup: Setup) -> dict[str, Any]:
 
 
 def _finish(setup: Setup) -> None:
-    """Write the model and its tokenizer, as ordinary files of transformers."""
-    setup.accelerator.save_model(setup.model, setup.output)
+    """Write the model and its tokenizer, as ordinary files of transformers.
+
+    Raises:
+        CheckpointError: The disk does not take them.
+    """
+    try:
+        setup.accelerator.save_model(setup.model, setup.output)
+    except (OSError, SafetensorError, WeightsError) as error:
+        raise CheckpointError(
+            f"Saving the trained model into {setup.output}:",
+            str(error),
+            [
+                "make room, and go on from the last checkpoint: --resume latest",
+                "--set reports.save_every=100 keeps checkpoints on the way",
+            ],
+        ) from error
     if setup.accelerator.is_main_process:
         setup.tokenizer.save_pretrained(setup.output)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from plait import build
 from plait.consistency import fingerprints
 from plait.errors import LayoutError, PlaitError
+from plait.layout import factors
 from plait.run import progress
 from plait.state import state_of
 from plait.train.places import Places
@@ -87,13 +89,12 @@ def prepare_model(model: nn.Module, places: Places, replaced: Replaced) -> nn.Mo
     state = state_of(model)
     name = type(model).__name__
     if state is not None:
-        have = (state.tp_size, state.num_data_ranks)
-        want = (1 if places.tp_mesh is None else places.tp_mesh.size(), places.num_data_ranks)
+        have, want = _sizes(state.mesh), _sizes(places.mesh)
         if have != want:
             raise LayoutError(
                 f"prepare({name}) on {places.layout}:",
-                f"it was split over tp {have[0]} × {have[1]} data rank(s), the Accelerator has "
-                f"tp {want[0]} × {want[1]}",
+                f"it was split over {factors(have) or 'one process'}, the Accelerator has "
+                f"{factors(want) or 'one process'}",
                 [
                     "give from_pretrained and Accelerator the same config",
                     "prepare the model as it is before it is split",
@@ -122,6 +123,13 @@ def prepare_model(model: nn.Module, places: Places, replaced: Replaced) -> nn.Mo
     build.parallelize(model, places.config, device_mesh=places.mesh)
     replaced.note(before, model)
     return model
+
+
+def _sizes(mesh: DeviceMesh | None) -> dict[str, int]:
+    """The sizes of a mesh by axis; those of 1 are left out."""
+    names = () if mesh is None else mesh.mesh_dim_names or ("tp",)
+    shape = () if mesh is None else mesh.shape
+    return {name: size for name, size in zip(names, shape, strict=True) if size > 1}
 
 
 @torch.no_grad()
@@ -170,21 +178,22 @@ def equalise(model: nn.Module, places: Places) -> list[str]:
 
 def bind_step(
     optimizer: Optimizer,
-    step: Callable[[Optimizer, Callable[..., Any], tuple[Any, ...]], Any],
+    step: Callable[[Optimizer, Callable[..., Any], dict[str, Any]], Any],
     zero_grad: Callable[[Optimizer, Callable[..., Any], bool], None],
 ) -> Optimizer:
     """Let an optimizer's `step` and `zero_grad` go through two functions, in place.
 
     Args:
         optimizer: Bound again, it forgets the functions before.
-        step: Called with the optimizer, its own step and the arguments.
+        step: Called with the optimizer, its own step and the arguments by name.
         zero_grad: Called with the optimizer, its own `zero_grad` and `set_to_none`.
     """
     own_step, own_zero = optimizer.__dict__.get(_BOUND) or (optimizer.step, optimizer.zero_grad)
     optimizer.__dict__[_BOUND] = (own_step, own_zero)
 
-    def bound_step(self: Optimizer, *arguments: Any) -> Any:
-        return step(self, own_step, arguments)
+    def bound_step(self: Optimizer, closure: Any = None, **arguments: Any) -> Any:
+        given = arguments if closure is None else {**arguments, "closure": closure}
+        return step(self, own_step, given)
 
     def bound_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         zero_grad(self, own_zero, set_to_none)

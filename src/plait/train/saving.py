@@ -149,7 +149,7 @@ class States(Processes):
         loaded = checkpoint.load(
             directory, model, optimizer, scheduler, data=_Further(self), step=step
         )
-        self.window.reset()
+        self.window.reset(*self.models)
         return loaded
 
     def finish_saving(self) -> None:

@@ -41,7 +41,7 @@ def factor(schedule: str, warmup: int, steps: int, final: float) -> Callable[[in
 
 def warmup_steps(warmup: float, steps: int) -> int:
     """The steps that a recipe's `warmup` means: itself, or below 1 a share of all steps."""
-    return round(warmup * steps) if warmup < 1 else min(steps, int(warmup))
+    return round(warmup * steps) if warmup < 1 else int(warmup)
 
 
 def scheduler(optimizer: torch.optim.Optimizer, recipe: Optimizer, steps: int) -> LambdaLR:

@@ -65,6 +65,7 @@ INSTEAD = {
     "fsdp_plugin": "plait.DistributedConfig(dp_shard_size=…, fsdp_plan=…)",
     "torch_tp_plugin": "plait.DistributedConfig(tp_size=…)",
     "megatron_lm_plugin": "plait.DistributedConfig(tp_size=…)",
+    "even_batches": "nothing: a data rank without a sample takes part with none",
     "rng_types": "nothing: samples are dealt out in one order on all ranks",
     "kwargs_handlers": "torch's own settings",
     "dynamo_backend": "torch.compile(model) after prepare",
@@ -80,6 +81,8 @@ def refuse(others: Mapping[str, Any]) -> None:
         PlaitError: One of them asks for something.
     """
     asked = {name: value for name, value in others.items() if value not in (None, False)}
+    if others.get("even_batches", True) is False:
+        asked["even_batches"] = False
     if asked:
         raise PlaitError(
             f"Accelerator({', '.join(f'{name}=…' for name in asked)}):",

@@ -8,9 +8,11 @@ ranks, are the same whatever n is, if batches are n times smaller.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import Sampler
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Turn:
         batches: Batches of the user's before this step, likewise.
         steps: Steps before this one, likewise.
         token: What all ranks must have alike: a text of the samples' indices, or of a batch.
+        is_last: Whether the epoch ends with this step; None: nobody knows yet.
     """
 
     sizes: tuple[int, ...]
@@ -30,6 +33,7 @@ class Turn:
     batches: int = 0
     steps: int = 0
     token: str = ""
+    is_last: bool | None = None
 
     @property
     def num_samples(self) -> int:
@@ -86,6 +90,15 @@ def dealt(
         yield group + [[] for _ in range(num_ranks - len(group))]
 
 
+def with_last(given: Iterator[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last one; reads one ahead."""
+    before = next(given, None)
+    while before is not None:
+        after = next(given, None)
+        yield before, after is None
+        before = after
+
+
 class TurnSampler(Sampler[Any]):
     """A batch sampler that gives one data rank its samples, and remembers what the others get.
 
@@ -129,10 +142,13 @@ class TurnSampler(Sampler[Any]):
         whole = ([index] for index in self.batches) if self.single else map(list, self.batches)
         left = skipping(whole, self.skip_samples)
         before = self.skip_samples
-        for step, group in enumerate(dealt(left, self.num_ranks, self.split, self.drop_last)):
+        # Indices are read one step ahead, and no sample: a data set may draw random numbers.
+        given = dealt(left, self.num_ranks, self.split, self.drop_last)
+        for step, (group, is_last) in enumerate(with_last(given)):
             sizes = tuple(map(len, group))
             if step >= self.skip_steps:
-                self.turns.append(Turn(sizes, before, steps=step, token=repr(group)))
+                turn = Turn(sizes, before, steps=step, token=repr(group), is_last=is_last)
+                self.turns.append(turn)
                 own = group[self.rank] or group[0]
                 yield own[0] if self.single else own
             before += sum(sizes)

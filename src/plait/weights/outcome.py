@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from safetensors import SafetensorError
+
 from plait.errors import PlaitError, RankError, WeightsError
 
 if TYPE_CHECKING:
@@ -197,7 +199,7 @@ def settle(mesh: "DeviceMesh | None", asked: str, failure: Exception | None = No
     """
     try:
         meet(mesh, "outcome", failure=failure, asked=asked)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise WeightsError(asked, str(error)) from error
 
 

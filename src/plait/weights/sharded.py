@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from plait.plan.intervals import ParamLayout, Pieces, joined, length, taken
+from plait.run.torch_private import StridedShard
 
 _DATA_AXES = ("dp", "fsdp", "cp", "sp")
 
@@ -53,7 +53,7 @@ def fsdp_shards(x: Tensor) -> Shards | None:
     names = mesh.mesh_dim_names or ()
     for axis, (name, placement) in enumerate(zip(names, x.placements, strict=False)):
         is_data = name != "tp" and (mesh.ndim > 1 or name.startswith(_DATA_AXES))
-        if is_data and isinstance(placement, Shard | _StridedShard):
+        if is_data and isinstance(placement, Shard | StridedShard):
             return Shards(placement.dim, mesh.get_local_rank(axis), mesh.size(axis), name)
     return None
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout, even, packed, whole
+from plait.run.torch_private import StridedShard
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def layout_of_tensor(name: str, x: Tensor) -> ParamLayout:
     if not isinstance(x, DTensor) or all(p.is_replicate() for p in x.placements):
         return whole(shape)
     match x.placements:
-        case (_StridedShard(dim=dim, split_factor=parts),):
+        case (StridedShard(dim=dim, split_factor=parts),):
             sections = (shape[dim] // parts,) * parts
             return packed(shape, dim, x.device_mesh.size(), sections)
         case (Shard(dim=dim),):

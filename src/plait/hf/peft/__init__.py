@@ -6,5 +6,6 @@ it. Here they are cut as the layer is: `styles` says how, `layers` makes its cod
 """
 
 from plait.hf.peft.intercept import expect_peft
+from plait.hf.peft.splitting import split_with_adapters
 
-__all__ = ["expect_peft"]
+__all__ = ["expect_peft", "split_with_adapters"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from plait.comm import local
 from plait.hf.peft.styles import AlongFeatures
@@ -74,10 +75,14 @@ def _added(module: Any, adapters: list[str]) -> Iterator[None]:
         return x_local
 
     base.__dict__[ADDED] = {**before, name: add}
+    param = base._parameters[name]
+    if not isinstance(param, DTensor):  # gathered by FSDP: no border hands it to the forward
+        base._parameters[name] = add(param)
     try:
         yield
     finally:
         base.__dict__[ADDED] = before
+        base._parameters[name] = param
 
 
 def _delta(module: Any, adapter: str) -> torch.Tensor:

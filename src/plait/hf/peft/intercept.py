@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from plait.errors import PlaitError
 from plait.hf.peft import prompts
 from plait.hf.peft.on_parts import in_chunks, is_sharded_root
 from plait.hf.peft.saving import is_split, save_adapters, whole_state
 from plait.run.around import split_module, stand_around
-from plait.state import state_of
+from plait.state import own_class, state_of
 from plait.surgery import adopt
 from plait.surgery.adopting import settle_adapters
 from plait.surgery.loading import is_part
@@ -53,6 +54,7 @@ def _install(peft: Any) -> None:
     wrap_function_wrapper(BaseTuner, "inject_adapter", _inject)
     wrap_function_wrapper(BaseTuner, "disable_adapter_layers", _disable)
     wrap_function_wrapper(LoraModel, "_create_and_replace", _create)
+    wrap_function_wrapper(LoraModel, "add_weighted_adapter", _refuse)
     wrap_function_wrapper(LoraLayer, "_get_in_out_features", _features)
     wrap_function_wrapper(peft.PeftModel, "__init__", _make)
     wrap_function_wrapper(peft.PeftModel, "save_pretrained", _save)
@@ -121,8 +123,23 @@ def _disable(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> An
     return call(*args, **kwargs)
 
 
+def _refuse(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
+    if state_of(tuner.model) is None:
+        return call(*args, **kwargs)
+    raise PlaitError(
+        f"add_weighted_adapter of a split {own_class(tuner.model).__name__}:",
+        "it computes new factors from whole ones, and no rank holds these",
+        "combine them in one process, save the result, and load it",
+    )
+
+
 def _make(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) -> None:
     call(*args, **kwargs)
+    note_inside(peft_model)
+
+
+def note_inside(peft_model: Any) -> None:
+    """Let a model of PEFT speak for the split one inside, if it is split."""
     inner = peft_model.get_base_model()
     if state_of(inner) is None:
         return
