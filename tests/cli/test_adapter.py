@@ -77,3 +77,12 @@ def test_no_adapter(tmp_path, config, weights, words):
 def test_no_directory(tmp_path):
     with pytest.raises(PlaitError, match="no such directory"):
         check_adapter(str(tmp_path / "none"))
+
+
+def test_of_layers_that_are_not_there(tmp_path):
+    place, model = _saved(tmp_path / "adapter"), _model()
+    del model.model.layers[1]
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises(PlaitError, match=r"no layer model\.layers\.1"):
+        with_adapter(model, str(place))
+    assert [name for name, _ in model.named_parameters()] == before

@@ -64,6 +64,7 @@ def with_adapter(model: Any, path: str) -> Any:
             f"The adapter {path}:", "peft is not installed", "pip install 'plait[peft]'"
         ) from None
     place = os.path.expanduser(path)
+    _check_names(model, path)
     try:
         return PeftModel.from_pretrained(model, place, torch_device=str(model.device)).eval()
     except (ValueError, RuntimeError, KeyError) as error:
@@ -72,3 +73,33 @@ def with_adapter(model: Any, path: str) -> Any:
             f"it does not fit: {error}",
             "give the model that the adapter was trained on",
         ) from error
+
+
+def _check_names(model: Any, path: str) -> None:
+    """Refuses an adapter of layers that the model does not have, before anything is changed.
+
+    Raises:
+        PlaitError: There are such layers, or the file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    asked = f"The adapter {path} on {type(model).__name__}:"
+    try:
+        with safe_open(Path(os.path.expanduser(path)) / WEIGHTS, "pt") as file:
+            keys = list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise PlaitError(asked, f"{WEIGHTS} cannot be read: {error}", _WAY) from None
+    known = {name for name, _ in model.named_modules()}
+    layers = {
+        key.removeprefix("base_model.model.").split(mark)[0].removesuffix(".base_layer")
+        for key in keys
+        for mark in (".lora_", ".ia3_")
+        if mark in key
+    }
+    unknown = sorted(layers - known)
+    if unknown:
+        raise PlaitError(
+            asked,
+            [f"it does not fit: the model has no layer {name}" for name in unknown[:5]],
+            "give the model that the adapter was trained on",
+        )
