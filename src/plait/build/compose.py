@@ -35,6 +35,7 @@ from plait.build.sharding import groups_for, shard
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.hf.peft import expect_peft
+from plait.hf.trainer import expect_trainer
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
@@ -151,6 +152,7 @@ def _split(
         sequence.install(module, sequences, tp_mesh)
     install_root(module)
     expect_peft()
+    expect_trainer()
     module.__dict__["_tp_size"] = tp_mesh.size()
     module.__dict__["_tp_plan"] = plan.rules
     if not hasattr(type(module), "tp_plan"):  # models of transformers have properties for these
