@@ -60,3 +60,5 @@ def _init(call: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> Non
             trainer.__class__ = _classes[kind]
         trainer._plait_begin(*found)
     call(*args, **kwargs)
+    if found is not None:
+        trainer._plait_is_made = True

@@ -24,24 +24,28 @@ class SplitTrainer:
 
     _plait_model: nn.Module
     _plait_state: ParallelState
+    _plait_is_made = False  # __init__ has ended
     _plait_is_global = False  # the loss being computed is a mean over the data ranks already
     args: Any
     model: Any
     accelerator: Any
 
     def _plait_begin(self, model: nn.Module, state: ParallelState) -> None:
-        self._plait_model, self._plait_state = model, state
+        self._plait_model, self._plait_state, self._plait_is_made = model, state, False
 
     # -- what the Trainer asks about its model -----------------------------------------------------
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """It has its place on the device, its gradients' sums, and a save on all ranks."""
-        return True
+        """It has its gradients' sums and a save on all ranks, but can be resumed."""
+        return self._plait_is_made
 
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, _: Any) -> None:
         pass
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """It has its place."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with an accelerator that knows the data ranks."""
