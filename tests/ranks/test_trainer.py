@@ -31,7 +31,8 @@ NAMED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_correct")
 def same(split: Any, whole: Any, close: float = 1e-9) -> None:
     for name in NAMED:
         ours, theirs = runs.logged(split, name), runs.logged(whole, name)
-        assert len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=close), name
+        near = max(close, 1e-6) if name == "loss" else close  # the Trainer adds it up in float32
+        assert len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=near), name
     state = plait.full_state_dict(split.model)
     for name, expected in whole.model.state_dict().items():
         torch.testing.assert_close(
@@ -78,15 +79,15 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_steps": -1},
-    "checkpointing": {"gradient_checkpointing": True, "max_grad_norm": 0.0},
     "reentrant": {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "max_grad_norm": 0.0,
     },
     "smoothing": {"label_smoothing_factor": 0.1},
     "own loss": {"compute_loss_func": own_loss, "gradient_accumulation_steps": 2},
-    "workers": {"dataloader_num_workers": 1, "dataloader_drop_last": True, "max_steps": 5},
-    "sgd": {"optim": "sgd", "weight_decay": 0.1, "group_by_length": False},
+    "drop last": {"dataloader_drop_last": True, "max_steps": 5, "batch": 12},
+    "sgd": {"optim": "sgd", "weight_decay": 0.1},
     "tied": {"model_options": {"tie_word_embeddings": True}},
 }
 
@@ -97,6 +98,16 @@ def test_settings(name: str, tmp_path: Path) -> None:
     options = {"max_steps": 3, "batch": 4, **SETTINGS[name]}
     split, whole = both(tmp_path, LAYOUTS[4]["tp fsdp"], 4, **options)
     same(split, whole)
+
+
+@pytest.mark.ranks(4)
+def test_gradient_checkpointing(tmp_path: Path) -> None:
+    """In float32: what is computed again in `exact` is not exact."""
+    options = {"gradient_checkpointing": True, "max_steps": 3, "batch": 4}
+    with runs.alone():
+        whole = runs.run(tmp_path / "whole", **options)
+    config = plait.DistributedConfig(**LAYOUTS[4]["tp fsdp"])
+    same(runs.run(tmp_path / "split", config, ranks=2, **options), whole, close=1e-5)
 
 
 @pytest.mark.ranks(4)

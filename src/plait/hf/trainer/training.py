@@ -14,7 +14,7 @@ from plait.hf.trainer.checks import check
 from plait.hf.trainer.dealing import own_rows, without_labels
 from plait.hf.trainer.states import own_states, whole_states
 from plait.loss import SplitLogits
-from plait.state import ParallelState
+from plait.state import ParallelState, own_class
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"  # transformers' names
 
@@ -103,10 +103,14 @@ class SplitTrainer:
         own = self.__dict__
         is_models = own.get("label_smoother") is None and own.get("compute_loss_func") is None
         self._plait_is_global = is_models and ("labels" in inputs or "shift_labels" in inputs)
+        # Whether labels are shifted goes by the name of the class, before which FSDP puts its own.
+        named = self._plait_model.__dict__
+        named["_get_name"] = lambda: own_class(self._plait_model).__name__
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._plait_is_global = False
+            del named["_get_name"]
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; logits are whole."""
