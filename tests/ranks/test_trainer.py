@@ -158,7 +158,10 @@ def test_what_contradicts_the_layout_is_refused(tmp_path: Path) -> None:
         assert type(made).__mro__[0].__module__ == "transformers.trainer"
         made.args.fsdp = "full_shard"
         type(made)(model=model, args=made.args)
-    with runs.alone(), pytest.raises(PlaitError, match=r"runs on 1 process\(es\), the model lies on 2"):
+    with (
+        runs.alone(),
+        pytest.raises(PlaitError, match=r"runs on 1 process\(es\), the model lies on 2"),
+    ):
         runs.trainer(tmp_path, model)
     agreed = accelerate.ParallelismConfig(tp_size=2)
     assert runs.trainer(tmp_path, model, parallelism_config=agreed).get_tp_size() == 2

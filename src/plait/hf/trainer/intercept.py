@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from plait.errors import PlaitError
 from plait.hf.trainer.training import SplitTrainer
 from plait.state import ParallelState, state_of
 
@@ -49,11 +50,26 @@ def _install(module: Any) -> None:
     wrap_function_wrapper(module.Trainer, "__init__", _init)
 
 
+def _refuse_trl(kind: type) -> None:
+    """TRL multiplies hidden states by the head's weight itself, past the layer that is split.
+
+    Raises:
+        PlaitError: The Trainer is one of TRL's.
+    """
+    if any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__):
+        raise PlaitError(
+            f"{kind.__name__} with a split model:",
+            "TRL's trainers compute the loss from the head's whole weight, past the split layer",
+            "transformers.Trainer, with labels that ignore the prompt",
+        )
+
+
 def _init(call: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> None:
     model = args[0] if args else kwargs.get("model")
     found = split_part(model)
     if found is not None:
         kind = type(trainer)
+        _refuse_trl(kind)
         if not issubclass(kind, SplitTrainer):
             if kind not in _classes:
                 _classes[kind] = type(kind.__name__, (SplitTrainer, kind), {})

@@ -142,9 +142,7 @@ class SplitTrainer:
         Comm: that of `whole_states`.
         """
         keep = bool(self.args.should_save)
-        whole = whole_states(
-            self._plait_optimizer, self._plait_model, self._plait_state, keep=keep
-        )
+        whole = whole_states(self._plait_optimizer, self._plait_model, self._plait_state, keep=keep)
         if keep:
             torch.save(whole, os.path.join(output_dir, _OPTIMIZER))
             scheduler = self.lr_scheduler  # type: ignore[attr-defined]
@@ -165,7 +163,7 @@ class SplitTrainer:
 
     @property
     def _plait_optimizer(self) -> Any:
-        """torch's own, which accelerate has wrapped."""
+        """Torch's own, which accelerate has wrapped."""
         optimizer = self.optimizer  # type: ignore[attr-defined]
         return getattr(optimizer, "optimizer", optimizer)
 
