@@ -33,12 +33,12 @@ class _SplitAccelerator:
     @property
     def num_processes(self) -> int:
         """All of them, but for a loader."""
-        return self._plait_view[1] if self._plait_view else super().num_processes  # type: ignore[misc,no-any-return]
+        return self._plait_view[1] if self._plait_view else super().num_processes  # type: ignore[misc]
 
     @property
     def process_index(self) -> int:
         """That of the run, but for a loader."""
-        return self._plait_view[0] if self._plait_view else super().process_index  # type: ignore[misc,no-any-return]
+        return self._plait_view[0] if self._plait_view else super().process_index  # type: ignore[misc]
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's, with this data rank's samples."""
