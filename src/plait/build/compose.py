@@ -37,6 +37,7 @@ from plait.build.sharding import groups_for, shard
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.hf.peft import expect_peft, split_with_adapters
+from plait.hf.trainer import expect_trainer
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
@@ -102,6 +103,7 @@ def parallelize(
         )
     config = config if config is not None else _default_config(device_mesh)
     expect_peft()
+    expect_trainer()
 
     def inside(inner: nn.Module) -> nn.Module:
         return parallelize(inner, config, tp_plan, device_mesh=device_mesh, check=check)

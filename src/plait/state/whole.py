@@ -85,6 +85,27 @@ def full_grads(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(_whole_tensors(module, params, lambda x: x.grad))
 
 
+def whole_like(
+    x: torch.Tensor, param: torch.Tensor, layout: ParamLayout | None = None
+) -> torch.Tensor:
+    """The whole of a tensor that is placed as a parameter is, such as an optimizer's state.
+
+    Args:
+        x: This rank's part of it.
+        param: The parameter.
+        layout: As `ParallelState.layouts` has it; None: what is noted on the parameter.
+
+    Returns:
+        The tensor, of the parameter's whole shape.
+
+    Comm: one all-gather where it is split. All ranks must call it.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    layout = param.__dict__.get(LAYOUT) or layout
+    return x.full_tensor() if layout is None else _whole(x, layout)
+
+
 def held_fraction(module: nn.Module) -> float:
     """Parameter elements that this rank holds ÷ all of the module's; a tied parameter counts once.
 
