@@ -5,7 +5,7 @@ or at the call; nothing is guessed in its place. `tests/unit/test_torch_private.
 that it does what plait relies on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,24 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     """Operators → what DTensors do for them in place of torch's own way; may be added to."""
     handlers: dict[Any, Callable[..., Any]] = _named(DTensor, "_op_dispatcher._custom_op_handlers")
     return handlers
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], like: torch.Tensor
+) -> DTensor:
+    """A DTensor around a tensor of a class that does not know `DTensor.from_local`'s operators.
+
+    Args:
+        local: This rank's part.
+        mesh: The mesh.
+        placements: How the whole lies on it.
+        like: The whole: its shape, strides and dtype.
+    """
+    from torch.distributed.tensor import _dtensor_spec
+
+    meta = _named(_dtensor_spec, "TensorMeta")(like.shape, like.stride(), like.dtype)
+    spec = _named(_dtensor_spec, "DTensorSpec")(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def fsdp_has_run(root: nn.Module) -> bool:
