@@ -17,8 +17,7 @@ PAGES = sorted(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(blocks.ROOT)))
 def test_page(page, page_folder, request):
-    # The README starts as a reader does; a prediction of collectives depends on what is loaded.
-    if page.name not in ("README.md", "inspect.md"):
+    if page.name != "README.md":  # the README's commands start as a reader's do
         request.getfixturevalue("started_warm")
     blocks.run(page, page_folder)
 
