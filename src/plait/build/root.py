@@ -61,7 +61,7 @@ def expect_calls(module: nn.Module) -> None:
         module: The module, after FSDP has sharded it.
     """
     module.__dict__[_CALLED] = False
-    module.register_forward_pre_hook(_note_call)
+    module.register_forward_pre_hook(_note_call, prepend=True)  # before FSDP gathers
 
 
 def _note_call(module: nn.Module, args: Any) -> None:

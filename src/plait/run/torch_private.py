@@ -162,12 +162,12 @@ def forget_failed_backward(root: nn.Module) -> bool:
         root: A module that FSDP shards, with others inside; called before a forward.
 
     Returns:
-        Whether there was one. What it left of gradients is then in the gathered parameters.
+        Whether there was one. Gradients that were not reduced yet are gone then.
     """
     context = _named(_named(root, "_get_fsdp_state")(), "_state_ctx")
     if in_backward() or not _named(context, "post_backward_final_callback_queued"):
         return False
-    context.post_backward_final_callback_queued = False
+    _named(root, "reset_iter_state")()
     return True
 
 
