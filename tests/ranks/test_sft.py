@@ -65,7 +65,7 @@ def run(
 
 
 def same(split: Any, whole: Any, close: float = 2e-6) -> None:
-    """In one process TRL computes scores in float32."""
+    """In one process TRL computes scores in float32, which Adam makes more of than SGD."""
     for name in NAMED:
         ours, theirs = runs.logged(split, name), runs.logged(whole, name)
         assert len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=close), name
@@ -130,7 +130,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.filterwarnings("ignore")
 def test_settings(name: str, tmp_path: Path) -> None:
-    options = {"max_steps": 3, "batch": 4, **SETTINGS[name]}
+    options = {"max_steps": 3, "batch": 4, "optim": "sgd", "learning_rate": 0.3, **SETTINGS[name]}
     split, whole = both(tmp_path, LAYOUTS[4][0], 4, **options)
     same(split, whole)
     assert runs.logged(split, "eval_correct") == runs.logged(whole, "eval_correct")

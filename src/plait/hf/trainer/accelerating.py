@@ -29,7 +29,6 @@ class _SplitAccelerator:
 
     _plait_state: ParallelState
     _plait_is_idle = False  # the batch in hand has no sample of this rank's: sums are of none
-    _plait_is_one_row = False  # samples without padding between: rows are no samples
     _plait_view: tuple[int, int] | None = None  # rank and number, while a loader is prepared
 
     @property
@@ -69,8 +68,7 @@ class _SplitAccelerator:
         Comm: over the data ranks one all-gather for each tensor, or a control message.
         """
         mesh = self._plait_state.data_mesh
-        loader = self.gradient_state.active_dataloader  # type: ignore[attr-defined]
-        rows = None if self._plait_is_one_row else own_rows(loader)
+        rows = own_rows(self.gradient_state.active_dataloader)  # type: ignore[attr-defined]
         if not use_gather_object:
             try:
                 own = input_data

@@ -53,7 +53,6 @@ class SplitTrainer:
         check(self.args, self._plait_state, is_sft=sft.is_sft(type(self)))
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(self.accelerator, self._plait_state)
-        self.accelerator._plait_is_one_row = getattr(self, "padding_free", False)
         # The Trainer has noted the method of the class that it was.
         self.gather_function = self.accelerator.gather_for_metrics
 
