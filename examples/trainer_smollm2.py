@@ -11,6 +11,7 @@ examples/train_smollm2.py.
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,29 @@ from train_smollm2 import documentation, model_file
 import plait
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """What is asked for on the command line."""
     parser = argparse.ArgumentParser(description="SmolLM2 in a Trainer")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share every layer")
     parser.add_argument("--dp-shard", type=int, default=1, help="groups of ranks with own samples")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=4, help="samples of all ranks together")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sample at most")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--output", type=Path, default=Path("trainer-output"))
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def samples(tokenizer: Any, count: int, length: int) -> list[dict[str, Any]]:
-    """The first texts, as ids."""
-    texts = [text for text, _ in zip(documentation(), range(count), strict=False)]
-    return [dict(tokenizer(text, truncation=True, max_length=length)) for text in texts]
+def samples(count: int, length: int) -> list[dict[str, torch.Tensor]]:
+    """The first texts, one after the other, cut into pieces of equal lengths."""
+    file = model_file()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ids: list[int] = []
+    for text in documentation():
+        ids += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        if len(ids) >= count * length:
+            break
+    pieces = torch.tensor(ids[: count * length]).view(count, length)
+    return [{"input_ids": piece, "labels": piece} for piece in pieces]
 
 
 def read_model(asked: argparse.Namespace) -> Any:
@@ -54,12 +62,8 @@ def read_model(asked: argparse.Namespace) -> Any:
     )
 
 
-def main() -> None:
-    """Train, and write the losses."""
-    asked = arguments()
-    file = model_file()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+def train(asked: argparse.Namespace, data: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    """Train; gives what the Trainer has logged at each step."""
     args = transformers.TrainingArguments(
         output_dir=str(asked.output),
         per_device_train_batch_size=asked.batch_size // asked.dp_shard,
@@ -69,17 +73,19 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = transformers.Trainer(
-        model=read_model(asked),
-        args=args,
-        train_dataset=samples(tokenizer, asked.steps * asked.batch_size, asked.length),
-        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
-    )
+    trainer = transformers.Trainer(model=read_model(asked), args=args, train_dataset=data)
     trainer.train()
-    if trainer.is_world_process_zero():
-        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    """Train, and write down the losses."""
+    asked = arguments()
+    steps = train(asked, samples(asked.steps * asked.batch_size, asked.length))
+    if int(os.environ.get("RANK", 0)) == 0:
         asked.output.mkdir(parents=True, exist_ok=True)
         (asked.output / "steps.json").write_text(json.dumps(steps))
 

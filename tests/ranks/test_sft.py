@@ -34,7 +34,7 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
 
 def data(count: int) -> Any:
     """Prompts and completions of many lengths."""
-    words = "split models train as whole ones do".split()
+    words = ["split", "models", "train", "as", "whole", "ones", "do"]
     made = [
         {"prompt": words[n % 7] + " ", "completion": " ".join(words[: 1 + n % 5])}
         for n in range(count)
@@ -42,9 +42,7 @@ def data(count: int) -> Any:
     return datasets.Dataset.from_list(made)
 
 
-def run(
-    folder: Path, split: Any = None, *, ranks: int = 1, batch: int = 6, **options: Any
-) -> Any:
+def run(folder: Path, split: Any = None, *, ranks: int = 1, batch: int = 6, **options: Any) -> Any:
     """Train with a global batch; gives the Trainer."""
     names = ("peft_config", "eval_dataset", "compute_metrics", "compute_loss_func")
     given = {name: options.pop(name) for name in names if name in options}
