@@ -134,6 +134,19 @@ def test_settings(name: str, tmp_path: Path) -> None:
     assert runs.logged(split, "eval_correct") == runs.logged(whole, "eval_correct")
 
 
+@pytest.mark.ranks(4)
+def test_what_trl_sets_by_itself(tmp_path: Path) -> None:
+    """Autocast to bfloat16, and gradient checkpointing, with adapters."""
+    options: dict[str, Any] = {"bf16": True, "gradient_checkpointing": True, "batch": 4}
+    options |= {"model_options": {"dtype": torch.float32}, "peft_config": peft.LoraConfig(**LORA)}
+    with runs.alone():
+        whole = run(tmp_path / "whole", **options)
+    split = run(tmp_path / "split", plait.DistributedConfig(**LAYOUTS[4][0]), ranks=2, **options)
+    for name, close in {"loss": 5e-3, "grad_norm": 5e-2, "entropy": 5e-3}.items():
+        ours, theirs = runs.logged(split, name), runs.logged(whole, name)
+        assert len(ours) == 4 and ours == pytest.approx(theirs, rel=close), name
+
+
 @pytest.mark.ranks(2)
 def test_tokens_that_are_counted_on_a_rank_alone_are_noticed(tmp_path: Path) -> None:
     def compare() -> None:
