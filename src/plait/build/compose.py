@@ -47,6 +47,7 @@ from plait.plan.sequence import SequencePlan, sequence_plan
 from plait.run import environment, process_group, progress
 from plait.state import STATE, ParallelState, held_fraction, own_class
 from plait.styles import ALL_PARALLEL_STYLES
+from plait.styles.quantized import refuse_quantized
 
 _log = logging.getLogger("plait")
 _MOSTLY_WHOLE = 0.35
@@ -121,6 +122,8 @@ def parallelize(
     if check is None:
         check = getattr(config, "check_plan", True)
     if fsdp_axes(mesh) is not None:
+        words = f"{own_class(module).__name__} sharded over data ranks:"
+        refuse_quantized(module, words, "tp_size alone; adapters on it are trained so")
         groups_for(module, config)  # refuses now what it will refuse at the end
     if tp_mesh.size() == 1 and mesh.size() > 1:
         plan = _plan(names_of(module), Rules({}), {}, 1)  # nothing is cut but by data parallelism
