@@ -165,3 +165,42 @@ def test_what_contradicts_the_layout_is_refused(tmp_path: Path) -> None:
         runs.trainer(tmp_path, model)
     agreed = accelerate.ParallelismConfig(tp_size=2)
     assert runs.trainer(tmp_path, model, parallelism_config=agreed).get_tp_size() == 2
+
+
+@pytest.mark.ranks(2)
+def test_settings_of_others_are_refused(tmp_path: Path) -> None:
+    model = runs.model(plait.DistributedConfig(tp_size=2))
+    with pytest.raises(PlaitError, match="dispatch_batches=True: each data rank reads") as told:
+        runs.trainer(
+            tmp_path, model, accelerator_config={"dispatch_batches": True, "split_batches": True}
+        )
+    assert "split_batches=True: a batch size is that of one data rank" in str(told.value)
+    made = runs.trainer(tmp_path, model)
+    made.args.deepspeed = "zero.json"
+    with pytest.raises(PlaitError, match=r"deepspeed='zero.json' would shard it once more"):
+        type(made)(model=model, args=made.args)
+    with pytest.raises(PlaitError, match="use_liger_kernel=True"):
+        runs.trainer(tmp_path, model, use_liger_kernel=True)
+
+
+class OddBatches(torch.utils.data.BatchSampler):
+    """Decides about whole batches."""
+
+    def __iter__(self) -> Any:
+        yield from ([0], [1, 2], [3])
+
+
+@pytest.mark.ranks(2)
+def test_samplers_of_batches_are_refused(tmp_path: Path) -> None:
+    data = runs.samples(4)
+    batches = OddBatches(torch.utils.data.SequentialSampler(data), 2, drop_last=False)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=batches)  # type: ignore[arg-type]
+    for layout in LAYOUTS[2].values():
+        made = runs.trainer(tmp_path, runs.model(plait.DistributedConfig(**layout)))
+        made.get_train_dataloader = lambda made=made: made.accelerator.prepare(loader)
+        with pytest.raises(PlaitError, match="their sampler is a OddBatches"):
+            made.train()
+    with runs.alone():  # somebody else's model is as ever
+        unsplit = runs.trainer(tmp_path, runs.model())
+        unsplit.get_train_dataloader = lambda: loader
+        unsplit.train()

@@ -28,6 +28,7 @@ class _SplitAccelerator:
     """In front of accelerate's class."""
 
     _plait_state: ParallelState
+    _plait_is_idle = False  # the batch in hand has no sample of this rank's: sums are of none
     _plait_view: tuple[int, int] | None = None  # rank and number, while a loader is prepared
 
     @property
@@ -70,7 +71,10 @@ class _SplitAccelerator:
         rows = own_rows(self.gradient_state.active_dataloader)  # type: ignore[attr-defined]
         if not use_gather_object:
             try:
-                return _mapped(input_data, lambda x: _gathered(x, mesh, rows))
+                own = input_data
+                if self._plait_is_idle:
+                    own = _mapped(own, lambda x: x if x.ndim else torch.zeros_like(x))
+                return _mapped(own, lambda x: _gathered(x, mesh, rows))
             except TypeError:
                 pass
         own = input_data if rows is None else input_data[:rows]

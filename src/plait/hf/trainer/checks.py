@@ -4,18 +4,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.hf.trainer import sft
 from plait.layout import factors
 from plait.state import ParallelState
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
 
 
-def check(args: Any, state: ParallelState) -> None:
+def check(args: Any, state: ParallelState, *, is_sft: bool = False) -> None:
     """Refuse arguments that contradict the layout of a split model.
 
     Args:
         args: `TrainingArguments`.
         state: How the model was split.
+        is_sft: Whether they are TRL's `SFTConfig`.
 
     Raises:
         PlaitError: With everything that does.
@@ -23,6 +25,8 @@ def check(args: Any, state: ParallelState) -> None:
     Comm: none.
     """
     problems = list(_problems(args, state))
+    if is_sft:
+        problems += sft.problems(args)
     if not problems:
         return
     names = state.mesh.mesh_dim_names or ()
@@ -47,6 +51,8 @@ def _problems(args: Any, state: ParallelState) -> Iterator[str]:
         yield f"deepspeed={args.deepspeed!r} would shard it once more"
     if args.torch_compile:
         yield "torch_compile=True: split logits and checks of the ranks are not compiled"
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True: it exchanges forwards of layers that are split"
     if not args.average_tokens_across_devices:
         yield "average_tokens_across_devices=False: its losses are means over all ranks' tokens"
     if args.accelerator_config.dispatch_batches:

@@ -84,11 +84,15 @@ def own_rows(loader: Any) -> int | None:
     return None if sampler is None else sampler.last_size(len(sampler.sampler))  # type: ignore[arg-type]
 
 
+class Unlabelled(dict[str, Any]):
+    """A batch of no samples of this rank's, which takes part in the step."""
+
+
 def without_labels(batch: Any) -> Any:
     """The batch with every label ignored; another object than what it was given."""
     if not hasattr(batch, "keys"):
         return batch
-    made = dict(batch)
+    made = Unlabelled(batch)
     for name in _LABELS:
         if isinstance(made.get(name), torch.Tensor):
             made[name] = torch.full_like(made[name], _IGNORED)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.errors import PlaitError
+from plait.hf.trainer import sft
 from plait.hf.trainer.training import SplitTrainer
 from plait.state import ParallelState, state_of
 
@@ -25,12 +25,13 @@ def expect_trainer() -> None:
     if _done or importlib.util.find_spec("wrapt") is None:
         return
     _done = True
-    if _MODULE in sys.modules:
-        _install(sys.modules[_MODULE])
-    else:
-        import wrapt
+    for name, install in ((_MODULE, _install), (sft.MODULE, sft.install)):
+        if name in sys.modules:
+            install(sys.modules[name])
+        else:
+            import wrapt
 
-        wrapt.register_post_import_hook(_install, _MODULE)
+            wrapt.register_post_import_hook(install, name)
 
 
 def split_part(model: Any) -> tuple[nn.Module, ParallelState] | None:
@@ -50,26 +51,12 @@ def _install(module: Any) -> None:
     wrap_function_wrapper(module.Trainer, "__init__", _init)
 
 
-def _refuse_trl(kind: type) -> None:
-    """TRL multiplies hidden states by the head's weight itself, past the layer that is split.
-
-    Raises:
-        PlaitError: The Trainer is one of TRL's.
-    """
-    if any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__):
-        raise PlaitError(
-            f"{kind.__name__} with a split model:",
-            "TRL's trainers compute the loss from the head's whole weight, past the split layer",
-            "transformers.Trainer, with labels that ignore the prompt",
-        )
-
-
 def _init(call: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> None:
     model = args[0] if args else kwargs.get("model")
     found = split_part(model)
     if found is not None:
         kind = type(trainer)
-        _refuse_trl(kind)
+        sft.check_trl(kind)
         if not issubclass(kind, SplitTrainer):
             if kind not in _classes:
                 _classes[kind] = type(kind.__name__, (SplitTrainer, kind), {})

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait.hf.trainer import sft
 from plait.hf.trainer.accelerating import data_place, take_over
 from plait.hf.trainer.checks import check
-from plait.hf.trainer.dealing import own_rows, without_labels
+from plait.hf.trainer.dealing import Unlabelled, own_rows, without_labels
 from plait.hf.trainer.states import own_states, whole_states
 from plait.loss import SplitLogits
 from plait.state import ParallelState, own_class
@@ -49,7 +50,7 @@ class SplitTrainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with an accelerator that knows the data ranks."""
-        check(self.args, self._plait_state)
+        check(self.args, self._plait_state, is_sft=sft.is_sft(type(self)))
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(self.accelerator, self._plait_state)
         # The Trainer has noted the method of the class that it was.
@@ -100,20 +101,32 @@ class SplitTrainer:
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a loss that the model computes is that of all data ranks already."""
-        own = self.__dict__
+        own, is_sft = self.__dict__, sft.is_sft(type(self))
         is_models = own.get("label_smoother") is None and own.get("compute_loss_func") is None
+        is_models = is_models and not is_sft
         self._plait_is_global = is_models and ("labels" in inputs or "shift_labels" in inputs)
         # Whether labels are shifted goes by the name of the class, before which FSDP puts its own.
         named = self._plait_model.__dict__
         named["_get_name"] = lambda: own_class(self._plait_model).__name__
+        self.accelerator._plait_is_idle = is_sft and isinstance(inputs, Unlabelled)
         try:
-            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
-            self._plait_is_global = False
+            self._plait_is_global = self.accelerator._plait_is_idle = False
             del named["_get_name"]
+        items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+        if not is_sft or items is not None or own.get("compute_loss_func") is not None:
+            return found
+        loss, *rest = found if isinstance(found, tuple) else (found,)
+        mean = not self.model.training
+        loss = sft.weighed(loss, self._plait_model, self._plait_state, mean=mean)
+        return (loss, *rest) if rest else loss
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; logits are whole."""
+        only_loss = args[0] if args else kwargs["prediction_loss_only"]
+        if not only_loss:
+            sft.check_prediction(self, self._plait_state)
         found = super().prediction_step(model, self._plait_masked(inputs), *args, **kwargs)  # type: ignore[misc]
         return tuple(_whole(each) for each in found)
 
