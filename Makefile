@@ -31,7 +31,7 @@ demo: setup ## Install, then split a language model over two local ranks and che
 test: lint types imports docs tests ## Install, then lint, types, import rules, docs and all tests
 
 ##@ Parts of `make test`
-.PHONY: lint types imports docs tests test-fast
+.PHONY: lint types imports docs tests test-fast test-wide
 lint: setup ## ruff: rules and format
 	@$(STEP) "lint" $(PY) -m ruff check --quiet .
 	@$(STEP) "format" $(PY) -m ruff format --quiet --check .
@@ -49,7 +49,10 @@ tests: setup ## pytest, all of it (ARGS="tests/unit -k names" narrows it)
 	@HF_HUB_OFFLINE=1 $(SHOW) "tests" $(PY) -m pytest $(ARGS)
 
 test-fast: setup ## pytest without the slow tests and the docs
-	@HF_HUB_OFFLINE=1 $(SHOW) "fast tests" $(PY) -m pytest -m "not slow and not gpu" --ignore tests/docs $(ARGS)
+	@HF_HUB_OFFLINE=1 $(SHOW) "fast tests" $(PY) -m pytest -m "not slow and not gpu and not wide" --ignore tests/docs $(ARGS)
+
+test-wide: setup ## pytest with every case on every number of ranks
+	@HF_HUB_OFFLINE=1 $(SHOW) "all tests" $(PY) -m pytest -m "wide or not wide" $(ARGS)
 
 ##@ Measuring
 .PHONY: bench

@@ -162,3 +162,15 @@ def test_a_file_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
 def test_plait_has_the_room() -> None:
     assert plait.checkpoint.save is save and "checkpoint" in plait.__all__
+
+
+def test_a_run_of_plait_train_is_a_model_already(tmp_path: Path) -> None:
+    model = model_of("llama")
+    save(tmp_path / "run" / "checkpoints", model, step=3)
+    model.save_pretrained(tmp_path / "run")
+    result = run(tmp_path / "run", tmp_path / "new")
+    assert result.exit_code != 0 and not (tmp_path / "new").exists()
+    words = " ".join(result.output.split())
+    assert "a model of transformers already" in words or "already" in str(result.exception)
+    ran(tmp_path / "run" / "checkpoints", tmp_path / "new")
+    assert (tmp_path / "new" / "config.json").exists()

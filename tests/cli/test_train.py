@@ -1,7 +1,9 @@
 """`plait train`: the same losses in every layout; going on; what is refused before it starts."""
 
+import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
-from plait.testing import mutation, run_ranks
+from plait.cli.app import app
+from plait.testing import mutation
 from plait.train import loop
 from plait.train.places import Places
 from plait.train.recipe import Recipe
@@ -48,8 +52,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plait_train(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """A real `python -m plait train`."""
     command = [sys.executable, "-m", "plait", "train", *map(str, words)]
     return subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=240)
+
+
+def run(folder: Path, *words: object) -> Any:
+    """The same command in this process, or on these ranks, in `folder`."""
+    with contextlib.chdir(folder):
+        return CliRunner().invoke(app, ["train", *map(str, words)])
 
 
 def losses(output: Path, key: str = "loss") -> list[float]:
@@ -58,37 +69,51 @@ def losses(output: Path, key: str = "loss") -> list[float]:
 
 
 def trained(folder: Path, output: str, *words: object) -> list[float]:
-    done = plait_train(folder, *words, "--output", output)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run(folder, *words, "--output", output)
+    assert done.exit_code == 0, done.output[-3000:]
     return losses(folder / output)
 
 
-@pytest.mark.slow
-def test_every_layout_has_the_losses_of_one_process(folder: Path, kind: str = "sums") -> None:
-    common = ["model", "--data", f"{kind}.jsonl", "--steps", 4, *SMALL]
-    one = trained(folder, f"{kind}-one", *common, "--batch-size", 2, "--accumulate", 2)
-    assert len(one) == 4
-    assert one[3] < one[0]
-    split = trained(folder, f"{kind}-tp", *common, "--batch-size", 2, "--accumulate", 2, "--tp", 2)
-    shards = trained(folder, f"{kind}-dp", *common, "--accumulate", 2, "--dp-shard", 2)
-    assert split == pytest.approx(one, rel=1e-5)
-    assert shards == pytest.approx(one, rel=1e-5)
-    weights = [
-        transformers.AutoModelForCausalLM.from_pretrained(folder / f"{kind}-{name}").state_dict()
-        for name in ("one", "tp", "dp")
-    ]
-    for other in weights[1:]:
-        assert all((other[k] - x).abs().max() < 1e-4 for k, x in weights[0].items())
+SUMS = ["model", "--data", "sums.jsonl", "--steps", 4, "--accumulate", 2, *SMALL]
 
 
-def train_right_and_broken(recipe: dict[str, Any], output: str) -> None:
-    loop.train(Recipe.from_dict(recipe | {"output": f"{output}/right"}))
-    with mutation.patched(Places, "data_rank", 0):  # both data ranks read the first one's rows
-        loop.train(Recipe.from_dict(recipe | {"output": f"{output}/broken"}))
+@pytest.fixture(scope="module")
+def one(folder: Path) -> list[float]:
+    """The losses of one process, whose model is in `one`."""
+    found = trained(folder, "one", *SUMS, "--batch-size", 2)
+    assert len(found) == 4
+    assert found[3] < found[0]
+    return found
 
 
-@pytest.mark.slow
-def test_data_ranks_that_read_the_same_rows_are_noticed(folder: Path) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("tp", ["--batch-size", "2", "--tp", "2"]), ("dp", ["--dp-shard", "2"])],
+    ids=["tp", "dp"],
+)
+def test_every_layout_has_the_losses_of_one_process(
+    name: str, layout: list[str], rank: int, folder: Path, one: list[float]
+) -> None:
+    assert trained(folder, name, *SUMS, *layout) == pytest.approx(one, rel=1e-5)
+    torch.distributed.barrier()  # the first rank has written the model
+    expected, found = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / output).state_dict()
+        for output in ("one", name)
+    )
+    assert all((found[k] - x).abs().max() < 1e-4 for k, x in expected.items())
+
+
+@pytest.fixture(scope="module")
+def two_steps(folder: Path) -> list[float]:
+    words = ["model", "--data", "sums.jsonl", "--steps", 2, "--batch-size", 2, *SMALL]
+    return trained(folder, "two-steps", *words)
+
+
+@pytest.mark.ranks(2)
+def test_data_ranks_that_read_the_same_rows_are_noticed(
+    folder: Path, two_steps: list[float]
+) -> None:
     recipe = {
         "model": str(folder / "model"),
         "data": {"train": [str(folder / "sums.jsonl")], "seq_length": 32},
@@ -97,12 +122,13 @@ def test_data_ranks_that_read_the_same_rows_are_noticed(folder: Path) -> None:
         "optimizer": {"lr": 1e-2},
         "reports": {"save_every": 0, "plots": False},
     }
-    output = folder / "mutation"
-    run_ranks(train_right_and_broken, 2, recipe, str(output), timeout=120)
-    common = ["model", "--data", "sums.jsonl", "--steps", 2, *SMALL]
-    one = trained(folder, "mutation/one", *common, "--batch-size", 2)
-    assert losses(output / "right") == pytest.approx(one, rel=1e-5)
-    assert losses(output / "broken") != pytest.approx(one, rel=1e-5)
+    right, broken = (folder / "mutation" / name for name in ("right", "broken"))
+    loop.train(Recipe.from_dict(recipe | {"output": str(right)}))
+    with mutation.patched(Places, "data_rank", 0):  # both data ranks read the first one's rows
+        loop.train(Recipe.from_dict(recipe | {"output": str(broken)}))
+    torch.distributed.barrier()
+    assert losses(right) == pytest.approx(two_steps, rel=1e-5)
+    assert losses(broken) != pytest.approx(two_steps, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -111,6 +137,7 @@ def test_going_on_in_another_layout_is_the_unbroken_run(folder: Path) -> None:
     common += ["--set", "optimizer.schedule=constant", "--set", "data.eval=0.1"]
     whole = trained(folder, "unbroken", *common, "--steps", 5)
     first = trained(folder, "broken", *common, "--steps", 3, "--set", "reports.save_every=2")
+    # The whole command, which starts its own ranks.
     done = plait_train(folder, "broken/recipe.yaml", "--resume", "latest", "--steps", 5, "--tp", 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "5 steps" in done.stdout
@@ -156,34 +183,43 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(folder: Path) -> None:
 def test_what_is_refused_before_it_starts(folder: Path, words: list[str], told: list[str]) -> None:
     (folder / "bad.jsonl").write_text('{"txt": "a"}\n')
     (folder / "empty.jsonl").write_text("")
-    done = plait_train(folder, *words, "--output", "refused")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = run(folder, *words, "--output", "refused")
+    assert done.exit_code == 1, done.output
     assert all(text in done.stderr for text in told), done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "refused").exists()
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_smollm2.py"
+REAL = ["--steps", "2", "--seq-length", "24", "--accumulate", "1"]
+REAL += ["--set", "reports.save_every=0", "--set", "data.eval=null"]
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> tuple[list[str], list[float]]:
+    """What the example passes on, with rows of a few tokens and two steps; one process's losses."""
+    example = runpy.run_path(str(EXAMPLE))
+    example["write"](folder / "python.jsonl")
+    words = [str(EXAMPLE.with_suffix(".yaml")), "--data", "python.jsonl"]
+    words += ["--set", f"model={example['model_file']()}", *REAL]
+    one = trained(folder, "real-one", *words, "--batch-size", 2)
+    assert torch.isfinite(torch.tensor(one)).all()
+    return words, one
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_smollm2_on_real_text_in_every_layout(tmp_path: Path) -> None:
-    """The example, with rows of a few tokens and two steps."""
-    results: dict[str, Any] = {}
-    layouts = {"one": ["2"], "tp": ["2", "--tp", "2"], "dp": ["1", "--dp-shard", "2"]}
-    script = tiny_hub.__file__.replace("tests/docs/tiny_hub.py", "examples/train_smollm2.py")
-    for name, (batch_size, *layout) in layouts.items():
-        words = ["--steps", "2", "--seq-length", "24", "--batch-size", batch_size]
-        words += ["--accumulate", "1", "--set", "reports.save_every=0", "--set", "data.eval=null"]
-        done = subprocess.run(
-            [sys.executable, script, *words, *layout, "--output", str(tmp_path / name)],
-            cwd=tmp_path,
-            env=ENV,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        results[name] = losses(tmp_path / name)
-        for weights in (tmp_path / name).glob("*.safetensors"):
-            weights.unlink()
-    assert torch.isfinite(torch.tensor(results["one"])).all()
-    assert results["tp"] == pytest.approx(results["one"], rel=2e-5)
-    assert results["dp"] == pytest.approx(results["one"], rel=2e-5)
+def test_the_example_over_two_ranks(real: tuple[list[str], list[float]], tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE), *REAL, "--batch-size", "2", "--tp", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "train-output" / "run") == pytest.approx(real[1], rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=240)
+def test_smollm2_on_real_text_over_data_ranks(
+    folder: Path, real: tuple[list[str], list[float]]
+) -> None:
+    words, one = real
+    found = trained(folder, "real-dp", *words, "--batch-size", 1, "--dp-shard", 2)
+    assert found == pytest.approx(one, rel=2e-5)

@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INFO = re.compile(r'(?P<language>[^\n ]*)(?: title="(?P<title>[^"\n]+)")?(?P<rest>[^\n]*)\n')
 OUTPUT = "__output__"
 BASH_LIMIT_S = 240
+COMMANDS: list[Path] = []
+"""Directories of programs that come before all others, for `bash` blocks (`warm.py`)."""
 
 # Inside a page `make` is only asked whether it knows its targets: the tests run under it.
 PRELUDE = f"""set -euo pipefail
@@ -100,7 +102,9 @@ def _python(example: Example) -> None:
 
 def _bash(example: Example) -> str | None:
     environment = os.environ | {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join(
+            [*map(str, COMMANDS), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "100",

@@ -1,8 +1,10 @@
 """What the pages find in their folder: tiny models under the names of the real ones."""
 
+import os
+
 import pytest
 
-from tests.docs import tiny_hub
+from tests.docs import blocks, tiny_hub
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,10 @@ def page_folder(tmp_path, hub, monkeypatch):
     for model in hub.iterdir():
         (tmp_path / model.name).symlink_to(model)
     return tmp_path
+
+
+@pytest.fixture
+def started_warm(request, monkeypatch):
+    """Lets `bash` blocks start their programs warm, where the system can do it."""
+    if hasattr(os, "pidfd_open"):
+        monkeypatch.setattr(blocks, "COMMANDS", [request.getfixturevalue("warm_commands")])

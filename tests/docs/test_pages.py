@@ -16,8 +16,33 @@ PAGES = sorted(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(blocks.ROOT)))
-def test_page(page, page_folder):
+def test_page(page, page_folder, request):
+    if page.name != "README.md":  # the README's commands start as a reader's do
+        request.getfixturevalue("started_warm")
     blocks.run(page, page_folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("python -c 'import os, sys; print(os.getcwd() == sys.argv[1])' \"$PWD\"", "True\n"),
+        (
+            'python -c \'import sys; print("torch" in sys.modules, "plait" in sys.modules)\'',
+            "True False\n",
+        ),
+        ("echo 'print(input())' >a.py; echo word | python a.py", "word\n"),
+        ("python -c 'raise SystemExit(3)' || echo $?", "3\n"),
+        ("python -c '1/0' 2>/dev/null || echo $?", "1\n"),
+        ("python -c 'import os; os.kill(os.getpid(), 9)' || echo $?", "137\n"),
+        (
+            "python -c 'import time; print(1, flush=True); time.sleep(60)' & "
+            "sleep 0.5; kill $!; wait $! || echo $?",
+            "1\n143\n",
+        ),
+    ],
+)
+def test_commands_that_start_warm(command, printed, tmp_path, started_warm):
+    run_text(f'```bash\n{command}\n```\n\n```text title="output"\n{printed}```\n', tmp_path)
 
 
 def run_text(text, folder):

@@ -13,6 +13,7 @@ from plait.build import unused, visits
 from plait.errors import LayoutError, RankError
 from plait.styles import batch_norm
 from plait.testing import mutation
+from plait.train import Window
 
 DATA = [{"dp_shard_size": 2}, {"dp_replicate_size": 2}]
 SHARDED = plait.DistributedConfig(dp_shard_size=2)
@@ -120,7 +121,7 @@ def test_experts_in_bfloat16() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_comparison_of_experts_notices() -> None:
-    with mutation.must_fail(unused, "_has_lists", lambda part, is_root: False):
+    with mutation.must_fail(unused._Group, "fill", lambda self, params: None):
         routed({"dp_replicate_size": 2}, Layered)
 
 
@@ -309,3 +310,139 @@ def test_scalars_that_are_shared_or_used_by_some(sizes: dict[str, int], rank: in
     for one in range(2):
         (whole(x[one], one == 0).square().mean() / 2).backward()
     compare(found, whole)
+
+
+class BatchNormAct(nn.BatchNorm1d):
+    """As others write it: a forward that does more than the class's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        return nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1
+        ).relu()
+
+
+@pytest.mark.ranks(2)
+def test_batch_norms_with_a_forward_of_their_own() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 6), BatchNormAct(6), nn.Linear(6, 2)).double()
+    found, rank = split(whole, {"dp_shard_size": 2}), dist.get_rank()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    found(x.chunk(2)[rank]).square().mean().backward()
+    whole(x).square().mean().backward()
+    compare(found, whole)
+    wanted = whole.state_dict()
+    for name, value in plait.full_state_dict(found).items():
+        assert torch.allclose(value, wanted[name]), name
+    with plait.gathered(found):  # each rank by itself
+        if rank == 0:
+            found(x)
+
+
+class Branches(nn.Module):
+    """Two ways through a block, in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6)])
+        self.a, self.b, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        x = self.layers[0](x).tanh()
+        return self.a(x) if which == 0 else self.b(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("sizes", DATA, ids=str)
+def test_branches_that_differ(sizes: dict[str, int], linked: bool, monkeypatch: Any) -> None:
+    if not linked:
+        monkeypatch.setattr(unused.comm, "is_linked", lambda mesh: False)
+    routed(sizes, Branches)
+
+
+class ScaledExpert(Expert):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+class ScaledLayered(Layered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].inner.experts = nn.ModuleList(ScaledExpert() for _ in range(4))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_experts_with_scales_accumulated(mixed: bool) -> None:
+    """Each rank uses one expert in the first micro-step, and another in the second."""
+    torch.manual_seed(0)
+    whole = ScaledLayered().double() if not mixed else Layered().float()
+    found, rank = split(whole, {"dp_shard_size": 2}, fsdp_mixed_precision=mixed), dist.get_rank()
+    dtype = torch.float32 if mixed else torch.float64
+    x = torch.randn(2, 2, 3, 6, dtype=dtype)
+    window = Window(2)
+    for step in range(2):
+        with window.micro_step(found, end=step == 1):
+            window.backward(found(x[step, rank], rank + step).square().mean())
+    for step in range(2):
+        for one in range(2):
+            (whole(x[step, one], one + step).square().mean() / 4).backward()
+    if not mixed:
+        compare(found, whole)
+        return
+    grads = plait.full_grads(found)
+    for name, param in whole.named_parameters():
+        if param.grad is not None:
+            assert (grads[name] - param.grad).abs().max() < 2e-2 * param.grad.abs().max(), name
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise ValueError("once")
+
+
+class MayFail(ScaledLayered):
+    fails = False
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return super().forward(Fails.apply(x.clone().requires_grad_()) if self.fails else x, which)
+
+
+@pytest.mark.ranks(2)
+def test_training_goes_on_after_a_backward_that_fails() -> None:
+    torch.manual_seed(0)
+    whole = MayFail().double()
+    found, rank = split(whole, {"dp_shard_size": 2}), dist.get_rank()
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    found.fails = True
+    with pytest.raises(ValueError, match="once"):
+        found(x[rank], rank).square().mean().backward()
+    found.fails = False
+    found.zero_grad()
+    found(x[rank], rank).square().mean().backward()
+    for one in range(2):
+        (whole(x[one], one).square().mean() / 2).backward()
+    compare(found, whole)
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_of_one_data_rank_is_told_to_the_others(rank: int) -> None:
+    found = split(LeavesOut(), {"dp_shard_size": 2})
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            found(torch.ones(2, 5), 2)
+    else:
+        with pytest.raises(RankError, match="rank 0"):
+            found(torch.ones(2, 6), 2)

@@ -2,7 +2,6 @@
 
 import copy
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -422,10 +421,10 @@ print("compiled")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["{'dp_shard_size': 2}", "{'tp_size': 2}"])
-def test_compiled(sizes: str, tmp_path: Path) -> None:
+def test_compiled(sizes: str, tmp_path: Path, warm_commands: Path) -> None:
     # In a program of its own, without the checks of annotations that torch.compile cannot trace.
     (tmp_path / "compiled.py").write_text(COMPILED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher = [str(warm_commands / "torchrun"), "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, str(tmp_path / "compiled.py"), sizes],
         capture_output=True, text=True, timeout=110,

@@ -2,7 +2,6 @@
 
 import copy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +202,10 @@ print("compiled")
 
 
 @pytest.mark.slow
-def test_a_compiled_model(tmp_path: Path) -> None:
+def test_a_compiled_model(tmp_path: Path, warm_commands: Path) -> None:
     # In a program of its own, without the checks of annotations that torch.compile cannot trace.
     (tmp_path / "compiled.py").write_text(COMPILED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher = [str(warm_commands / "torchrun"), "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, str(tmp_path / "compiled.py")], capture_output=True, text=True, timeout=110
     )

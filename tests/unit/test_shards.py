@@ -31,12 +31,22 @@ def test_tied_ends_belong_to_the_root():
 
 def test_the_outermost_lists_are_the_layers():
     model = nn.Module()
-    model.layers = nn.ModuleList(
-        nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
-        for _ in range(2)
-    )
+    model.layers = nn.ModuleList(Layer() for _ in range(2))
     model.pool = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     assert blocks_of(names_of(model)) == ["layers.0", "layers.1", "pool.1"]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+
+def test_of_lists_of_lists_the_inner_members_are_the_layers():
+    model = nn.Module()
+    model.stages = nn.ModuleList(nn.ModuleList(Layer() for _ in range(2)) for _ in range(2))
+    expected = ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert blocks_of(names_of(model)) == expected
 
 
 def test_a_layer_that_shares_a_parameter_is_the_roots():

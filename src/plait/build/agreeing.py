@@ -1,5 +1,6 @@
 """Are all ranks about to split the same in the same way?"""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ def agree(module: nn.Module, asked: dict[str, Any], mesh: DeviceMesh) -> None:
 
     Comm: one control message on each axis.
     """
-    mine = {name: repr(value) for name, value in asked.items()} | {
+    mine = {name: _words(value) for name, value in asked.items()} | {
         "model": own_class(module).__name__
     }
     words = f"parallelize({mine['model']}):"
@@ -42,6 +43,11 @@ def agree(module: nn.Module, asked: dict[str, Any], mesh: DeviceMesh) -> None:
     raise comm.mark_announced(
         RankError(words, problems, "give the same on all ranks: they are parts of one whole")
     )
+
+
+def _words(value: Any) -> str:
+    """A value in words; the order of rules does not count."""
+    return repr(dict(sorted(value.items())) if isinstance(value, Mapping) else value)
 
 
 class Followers:

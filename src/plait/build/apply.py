@@ -44,10 +44,15 @@ def apply(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLay
         raise
 
 
-def _apply(modules: dict[str, nn.Module], plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLayout]:
+def mark_cuts(modules: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
+    """Tell modules on the borders of which heads they are cut."""
     for name, found in plan.cuts.items():
         owner, key = (name, "") if name in modules else name.rsplit(".", 1)
         set_cut(modules[owner], key, found, mesh)
+
+
+def _apply(modules: dict[str, nn.Module], plan: Plan, mesh: DeviceMesh) -> dict[str, ParamLayout]:
+    mark_cuts(modules, plan, mesh)
     for name, size in plan.rope_dims.items():
         modules[name].__dict__[ROPE_DIM] = size
     cut = _Cutter(mesh)

@@ -1,14 +1,15 @@
 """What would go wrong with a plan, found before anything is changed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.build.apply import work
+from plait.build.apply import mark_cuts, work
 from plait.errors import LayoutError, PlanError
 from plait.plan import Plan, roles
 from plait.plan.tied import CUT_DIM
+from plait.styles.params import CUTS
 
 
 def check(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -19,7 +20,24 @@ def check(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         LayoutError: Attention heads do not divide by the size of the axis.
     """
     modules = dict(module.named_modules())
-    refusals: list[PlanError] = []
+    mark_cuts(modules, plan, mesh)  # styles look at where heads end
+    try:
+        refusals = list(_refusals(modules, plan, mesh))
+    finally:
+        for part in modules.values():
+            part.__dict__.pop(CUTS, None)
+    if refusals:
+        merged = {f"{r.asked} {'; '.join(r.problems)}": None for r in refusals}
+        ways = {way: None for r in refusals for way in r.ways_out}
+        raise PlanError(
+            f"The plan for {type(module).__name__} cannot be applied:", list(merged), list(ways)[:3]
+        )
+    _check_heads(modules, plan, mesh.size())
+
+
+def _refusals(
+    modules: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh
+) -> Iterator[PlanError]:
     for entry, style, part, params in work(modules, plan):
         try:
             if entry.kind == "module":
@@ -29,14 +47,7 @@ def check(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
                 full = f"{owner}.{name}" if owner else name
                 style.validate_param(part, name, mesh, parameter_name=full)
         except PlanError as refusal:
-            refusals.append(refusal)
-    if refusals:
-        merged = {f"{r.asked} {'; '.join(r.problems)}": None for r in refusals}
-        ways = {way: None for r in refusals for way in r.ways_out}
-        raise PlanError(
-            f"The plan for {type(module).__name__} cannot be applied:", list(merged), list(ways)[:3]
-        )
-    _check_heads(modules, plan, mesh.size())
+            yield refusal
 
 
 _WHOLE_OUTPUT = frozenset(CUT_DIM) - {"colwise"}

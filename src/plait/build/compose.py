@@ -37,6 +37,7 @@ from plait.build.sharding import groups_for, shard
 from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.hf.peft import expect_peft, split_with_adapters
+from plait.hf.trainer import expect_trainer
 from plait.layout import DistributedConfig, ParallelismConfig
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
@@ -46,6 +47,7 @@ from plait.plan.sequence import SequencePlan, sequence_plan
 from plait.run import environment, process_group, progress
 from plait.state import STATE, ParallelState, held_fraction, own_class
 from plait.styles import ALL_PARALLEL_STYLES
+from plait.styles.quantized import refuse_quantized
 
 _log = logging.getLogger("plait")
 _MOSTLY_WHOLE = 0.35
@@ -102,6 +104,7 @@ def parallelize(
         )
     config = config if config is not None else _default_config(device_mesh)
     expect_peft()
+    expect_trainer()
 
     def inside(inner: nn.Module) -> nn.Module:
         return parallelize(inner, config, tp_plan, device_mesh=device_mesh, check=check)
@@ -119,6 +122,8 @@ def parallelize(
     if check is None:
         check = getattr(config, "check_plan", True)
     if fsdp_axes(mesh) is not None:
+        words = f"{own_class(module).__name__} sharded over data ranks:"
+        refuse_quantized(module, words, "tp_size alone; adapters on it are trained so")
         groups_for(module, config)  # refuses now what it will refuse at the end
     if tp_mesh.size() == 1 and mesh.size() > 1:
         plan = _plan(names_of(module), Rules({}), {}, 1)  # nothing is cut but by data parallelism

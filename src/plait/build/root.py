@@ -3,13 +3,17 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from plait import surgery
 from plait.build.visits import same_path
 from plait.comm import announce_failure
 from plait.consistency import guard
 from plait.loss import asking
+from plait.loss.asking import ALONE
+from plait.run import torch_private
 from plait.state import state_of
 from plait.styles import randomness
 from plait.styles.layer import rebind
@@ -37,6 +41,8 @@ def _root_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = state_of(module)
         if state is not None:
             announce_failure(state.tp_mesh, error)
+            if state.data_mesh is not None and not module.__dict__.get(ALONE):
+                announce_failure(state.data_mesh, error)
         raise
 
 
@@ -55,11 +61,15 @@ def expect_calls(module: nn.Module) -> None:
         module: The module, after FSDP has sharded it.
     """
     module.__dict__[_CALLED] = False
-    module.register_forward_pre_hook(_note_call)
+    module.register_forward_pre_hook(_note_call, prepend=True)  # before FSDP gathers
 
 
 def _note_call(module: nn.Module, args: Any) -> None:
     module.__dict__[_CALLED] = True
+    if not torch.compiler.is_compiling() and torch_private.forget_failed_backward(module):
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                torch_private.drop_unreduced(part)
 
 
 def install_root(module: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """Parameters without a dimension, which FSDP cannot cut: whole on every data rank."""
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -10,8 +12,8 @@ from plait.styles.params import set_param
 from plait.surgery.data_ranks import Averaging
 
 
-def reduce_alone(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Keep a module's scalars on all data ranks and average their gradients in the backward.
+def keep_whole(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Keep a module's scalars on all data ranks; `average` does the rest once FSDP is there.
 
     Args:
         module: The module, after tensor parallelism, before FSDP.
@@ -21,11 +23,9 @@ def reduce_alone(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         The scalars, DTensors on the same mesh as the parameters that FSDP cuts, so that norms and
         optimizers meet one kind of parameter.
 
-    Comm: one all-reduce for all of them at the end of each backward.
+    Comm: none.
     """
     found: dict[nn.Parameter, nn.Parameter] = {}  # what was there → what is
-    data = data_axis(mesh)
-    averaging = None if data is None else Averaging(data)
     tp_mesh = mesh["tp"]
     for part in module.modules():
         for name, param in list(part._parameters.items()):
@@ -35,11 +35,24 @@ def reduce_alone(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
                 part._parameters[name] = found[param]
             else:
                 found[param] = _whole(part, name, mesh)
-                if averaging is not None:
-                    averaging.add(found[param])
             if "_plait_border" not in part.__dict__:
                 ALL_PARALLEL_STYLES["replicate"].install_forward(part, tp_mesh)
     return set(found.values())
+
+
+def average(module: nn.Module, scalars: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Average the gradients of scalars over the data ranks in every backward.
+
+    Args:
+        module: The module, after FSDP has sharded it.
+        scalars: What `keep_whole` returned.
+        mesh: All axes.
+
+    Comm: one all-reduce for all of them at the end of each backward.
+    """
+    data, found = data_axis(mesh), list(scalars)
+    if data is not None and found:
+        Averaging(module, data).keep(found)
 
 
 def _whole(part: nn.Module, name: str, mesh: DeviceMesh) -> nn.Parameter:

@@ -95,7 +95,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
     named = dict(module.named_modules())
     notes = _notes(module)
     _make_contiguous(module)
-    lone = scalars.reduce_alone(module, mesh)
+    lone = scalars.keep_whole(module, mesh)
     options: dict[str, Any] = {
         "mesh": axes,
         "mp_policy": mixed_precision(getattr(config, "fsdp_mixed_precision", False)),
@@ -119,6 +119,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
     expect_calls(module)
     watch_visits(module, data_axis(mesh))
     agree_on_unused(module, data_axis(mesh))
+    scalars.average(module, lone, mesh)
     normalise_over_data(module, data_axis(mesh))
 
 

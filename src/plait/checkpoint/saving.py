@@ -21,6 +21,7 @@ from plait.checkpoint.writing import Job
 from plait.errors import CheckpointError
 from plait.run import environment
 from plait.state import own_class
+from plait.styles.quantized import refuse_quantized
 from plait.weights.outcome import agree, arrive, meet, settle, together
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def save(  # noqa: PLR0913 (what a training is made of)
     try:
         background.finish()
         _check_arguments(asked, mesh, step, keep)
+        refuse_quantized(model, asked, "train adapters, and save these: save_pretrained")
         given = (optimizer, scheduler, data, extra, tokenizer)
         collected = _collect(asked, model, given, place.is_first)
     except Exception as error:

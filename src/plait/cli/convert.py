@@ -71,6 +71,13 @@ def _convert(source: str, target: Path, dtype: str, max_shard_size: str, step: i
 
     size = byte_count(max_shard_size)
     chosen = None if dtype == "auto" else getattr(torch, dtype)
+    inside = Path(source) / "checkpoints"
+    if is_plait(inside):
+        raise PlaitError(
+            f"Convert {source}:",
+            "it is a run of plait train: a model of transformers already, with checkpoints inside",
+            [f"plait convert {inside} {target}: a model of one of the checkpoints"],
+        )
     with _bar() as progress:
         if is_plait(Path(source)):
             return str(

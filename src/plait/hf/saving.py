@@ -15,6 +15,7 @@ from plait.hf.exporting import write_configs
 from plait.hf.peft.saving import save_of_model
 from plait.run import progress
 from plait.state import ParallelState, state_of
+from plait.styles.quantized import refuse_quantized
 from plait.weights import ModuleStore, save, together
 from plait.weights.outcome import ARRIVAL_S, arrive
 from plait.weights.saving import byte_count
@@ -86,6 +87,10 @@ def save_pretrained(
 def _refusal(model: Any, asked: str, kwargs: Mapping[str, Any]) -> WeightsError | None:
     """The error that arguments are, if any; all of them are named."""
     problems = []
+    try:
+        refuse_quantized(model, asked, "save the model as it is before it is quantized")
+    except WeightsError as error:
+        return error
     for name, value in kwargs.items():
         if name == "save_directory":
             if not os.fspath(value):

@@ -37,6 +37,8 @@ ALONE = "_plait_alone"
 _SPLIT = "_plait_split_logits"  # on a head: its output stays split in this call
 _WANTED = "_plait_wants_split_logits"  # on a model: inside split_logits
 _COUNT = "_plait_last_count"
+_LOSS = "_plait_last_loss"  # on a model: where its last loss is in the graph of autograd
+_NEAR = 200
 
 
 @contextmanager
@@ -75,6 +77,28 @@ def last_count(model: nn.Module) -> int | None:
     """
     count: Tensor | None = split_module(model).__dict__.get(_COUNT)
     return None if count is None else int(count)
+
+
+def is_made_of(loss: Tensor, model: nn.Module) -> bool:
+    """Whether a loss is computed from the one that a model returned last, if it returned one.
+
+    Args:
+        loss: With a graph.
+        model: The model that was split.
+    """
+    wanted = split_module(model).__dict__.get(_LOSS)
+    if wanted is None:
+        return True  # it returned none that is known
+    found: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while found and len(seen) < _NEAR:
+        node = found.pop(0)
+        if node is wanted:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [below for below, _ in node.next_functions]
+    return False
 
 
 class Request:
@@ -236,6 +260,7 @@ def _note(module: nn.Module, output: Any, record: Record) -> None:
         count.__dict__[OTHERS] = tuple(record.counts)
     module.__dict__[_COUNT] = count
     loss = _loss_of(output)
+    module.__dict__[_LOSS] = None if loss is None else loss.grad_fn
     if loss is not None:
         loss.__dict__[TOKENS] = count
 

@@ -9,6 +9,7 @@ from plait.state.whole import (
     gather_whole,
     held_fraction,
     local_part,
+    whole_like,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "pieces_of",
     "state_of",
     "tp_layout",
+    "whole_like",
 ]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from plait.comm import all_gather
 from plait.plan.intervals import ParamLayout
 from plait.state.record import LAYOUT, state_of
+from plait.styles.quantized import is_quantized, joined, taken
 from plait.weights.module_store import in_order
 from plait.weights.sharded import tp_axis_of, without_fsdp
 
@@ -31,6 +32,8 @@ def gather_whole(x_local: torch.Tensor, layout: ParamLayout, mesh: DeviceMesh) -
     """
     if layout.dim is None:
         return x_local
+    if is_quantized(x_local):
+        return joined(x_local, layout, lambda part, own: gather_whole(part, own, mesh))
     gathered = all_gather(x_local.contiguous(), mesh, dim=layout.dim, sizes=layout.sizes)
     return in_order(gathered, layout)
 
@@ -49,6 +52,8 @@ def local_part(x: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
     if layout.dim is None:
         return x.clone()
     dim = layout.dim
+    if is_quantized(x):
+        return taken(x, dim, layout.pieces[rank])
     parts = [x.narrow(dim, a, b - a) for a, b in layout.pieces[rank]]
     return torch.cat(parts, dim=dim) if parts else x.narrow(dim, 0, 0).clone()
 
@@ -85,6 +90,27 @@ def full_grads(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(_whole_tensors(module, params, lambda x: x.grad))
 
 
+def whole_like(
+    x: torch.Tensor, param: torch.Tensor, layout: ParamLayout | None = None
+) -> torch.Tensor:
+    """The whole of a tensor that is placed as a parameter is, such as an optimizer's state.
+
+    Args:
+        x: This rank's part of it.
+        param: The parameter.
+        layout: As `ParallelState.layouts` has it; None: what is noted on the parameter.
+
+    Returns:
+        The tensor, of the parameter's whole shape.
+
+    Comm: one all-gather where it is split. All ranks must call it.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    layout = param.__dict__.get(LAYOUT) or layout
+    return x.full_tensor() if layout is None else _whole(x, layout)
+
+
 def held_fraction(module: nn.Module) -> float:
     """Parameter elements that this rank holds ÷ all of the module's; a tied parameter counts once.
 
@@ -93,7 +119,7 @@ def held_fraction(module: nn.Module) -> float:
     held = total = 0
     for param in module.parameters():
         total += param.numel()
-        held += param.to_local().numel() if isinstance(param, DTensor) else param.numel()
+        held += param._local_tensor.numel() if isinstance(param, DTensor) else param.numel()
     return held / total if total else 1.0
 
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from plait.comm import gather_copy
 from plait.errors import PlanError
 from plait.plan.cuts import Cut
-from plait.plan.intervals import ParamLayout, Pieces, aligned, joined, length, taken
+from plait.plan.intervals import ParamLayout, Pieces, aligned, even, joined, length, taken
+from plait.styles import quantized
 from plait.styles.kept import keep, kept
 from plait.styles.params import CUTS, place, set_param
 
@@ -105,6 +106,8 @@ class RankCut:
         """
         if not self.cut.is_shared:
             return x_owned
+        if quantized.is_quantized(x_owned):
+            return self._needed_quantized(x_owned, dim, key)
         keeps = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
         if keeps and (known := kept(self, key, x_owned)) is not None:
             return known
@@ -122,6 +125,17 @@ class RankCut:
         if keeps:
             keep(self, key, x_owned, found)
         return found
+
+    def _needed_quantized(self, x_owned: Any, dim: int, key: str) -> torch.Tensor:
+        """As `needed`, of the numbers, scales and zero points of a quantized weight."""
+        shape = list(x_owned.shape)
+        shape[dim] = length(self.cut.need[self.mesh.get_local_rank()])
+        names = iter(range(9))
+
+        def change(part: torch.Tensor) -> torch.Tensor:
+            return self.needed(part.contiguous(), dim, f"{key}.{next(names)}")
+
+        return quantized.changed(x_owned, dim, change, shape)
 
     @property
     def seen_size(self) -> int:
@@ -233,6 +247,11 @@ def place_layout(module: nn.Module, name: str, mesh: DeviceMesh, layout: ParamLa
     with torch.no_grad():
         pieces = layout.pieces[mesh.get_local_rank()]
         source = tensor.detach()
+        if quantized.is_quantized(source):
+            part = quantized.taken(source, layout.dim, pieces)
+            placed = quantized.as_dtensor(part, mesh, Shard(layout.dim), source)
+            set_param(module, name, placed, like=tensor)
+            return
         rows = [source.narrow(layout.dim, a, b - a) for a, b in pieces]
         local = torch.cat(rows, dim=layout.dim) if rows else source.narrow(layout.dim, 0, 0)
         assert local.shape[layout.dim] == length(pieces)
@@ -254,5 +273,23 @@ def place_features(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> 
         found.dims[name] = dim
     if layout is None:
         place(module, name, mesh, Shard(dim))
+    else:
+        place_layout(module, name, mesh, layout)
+
+
+def scales_layout(module: nn.Module, dim: int, mesh: DeviceMesh) -> ParamLayout:
+    """How the block scales of a float8 layer lie on the ranks, whose weight is cut along `dim`."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    cut = cut_layout(module, "weight", dim, mesh) or even(tuple(weight.shape), dim, mesh.size())
+    return quantized.layout_of_scales(module, cut)
+
+
+def place_scales(
+    module: nn.Module, name: str, mesh: DeviceMesh, layout: ParamLayout | None
+) -> None:
+    """Cut the scales of a float8 layer as `layout` says; what has no dim stays whole."""
+    if layout is None or layout.dim is None:
+        place(module, name, mesh, Replicate())
     else:
         place_layout(module, name, mesh, layout)

@@ -31,7 +31,15 @@ from plait.loss.asking import asked_of, split_output
 from plait.plan.intervals import ParamLayout
 from plait.styles import linear_forwards as forwards
 from plait.styles.activations import as_dtensor, leave_split_features, to_replicate
-from plait.styles.heads import cut_layout, cut_of, own_features, place_features, rearranged
+from plait.styles.heads import (
+    cut_layout,
+    cut_of,
+    own_features,
+    place_features,
+    place_scales,
+    rearranged,
+    scales_layout,
+)
 from plait.styles.layer import (
     Args,
     Kwargs,
@@ -51,6 +59,7 @@ from plait.styles.linear_kinds import (
     validate_linear,
 )
 from plait.styles.params import LocalParams, place
+from plait.styles.quantized import SCALES, has_block_scales, refuse_cut_blocks
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
 
@@ -92,16 +101,28 @@ class ColwiseParallel(TensorParallelLayer):
     ) -> None:
         """Refuse a parameter without a dim of output features."""
         validate_dims(module, param, parameter_name, "colwise")
+        tensor = module._parameters.get(param)
+        if tensor is not None and tensor.ndim > 1:
+            layout, dim = self.param_layout(module, param, mesh), out_dim(module, tensor)
+            refuse_cut_blocks(module, param, layout, dim, mesh, parameter_name or param)
 
     def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
         """The features of the rank's own heads, where they are no ordinary shard."""
         tensor = module._parameters.get(param)
-        return None if tensor is None else cut_layout(module, param, out_dim(module, tensor), mesh)
+        if tensor is None:
+            return None
+        if param == SCALES:
+            return scales_layout(module, 0, mesh)
+        return cut_layout(module, param, out_dim(module, tensor), mesh)
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Cut the output features."""
         tensor = module._parameters.get(param)
-        if tensor is not None:
+        if tensor is None:
+            return
+        if has_block_scales(module) and (param == SCALES or tensor.ndim == 0):
+            place_scales(module, param, mesh, self.param_layout(module, param, mesh))
+        else:
             place_features(module, param, mesh, out_dim(module, tensor))
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
@@ -188,12 +209,18 @@ class RowwiseParallel(TensorParallelLayer):
     ) -> None:
         """Refuse a parameter without a dim of input features."""
         validate_dims(module, param, parameter_name, "rowwise")
+        tensor = module._parameters.get(param)
+        if tensor is not None and tensor.ndim > 1:
+            layout, dim = self.param_layout(module, param, mesh), in_dim(module, tensor)
+            refuse_cut_blocks(module, param, layout, dim, mesh, parameter_name or param)
 
     def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
         """The features of the rank's own heads, where they are no ordinary shard."""
         tensor = module._parameters.get(param)
         if tensor is None or tensor.ndim < 2:
             return None
+        if param == SCALES:
+            return scales_layout(module, 1, mesh)
         return cut_layout(module, param, in_dim(module, tensor), mesh)
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
@@ -201,7 +228,9 @@ class RowwiseParallel(TensorParallelLayer):
         tensor = module._parameters.get(param)
         if tensor is None:
             return
-        if tensor.ndim > 1:
+        if has_block_scales(module) and param == SCALES:
+            place_scales(module, param, mesh, self.param_layout(module, param, mesh))
+        elif tensor.ndim > 1:
             place_features(module, param, mesh, in_dim(module, tensor))
         else:
             place(module, param, mesh, Replicate())

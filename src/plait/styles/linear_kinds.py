@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.errors import PlanError
 from plait.plan.intervals import even
+from plait.styles.quantized import has_block_scales, is_quantized
 
 
 def validate_linear(module: nn.Module, style: str, name: str) -> None:
@@ -19,12 +20,14 @@ def validate_linear(module: nn.Module, style: str, name: str) -> None:
     expected = width[::-1] if is_conv1d(module) else width
     kind = type(module).__name__
     problem = None
+    if is_quantized(weight):
+        return
     if weight is None or width == (None, None):
         problem = f"{kind} is not a linear layer with a weight [out_features, in_features]"
     elif tuple(weight.shape) != expected or not weight.is_floating_point():
         problem = (
             f"the weight of this {kind} is {tuple(weight.shape)} of {weight.dtype}, not "
-            f"{expected} of floats: quantized weights cannot be split yet"
+            f"{expected} of floats: packed weights of this kind cannot be split"
         )
     elif type(weight.data) not in (torch.Tensor, nn.Parameter):
         problem = f"the weight is a {type(weight.data).__name__}, which cannot be split yet"
@@ -80,7 +83,7 @@ def is_plain(module: nn.Module) -> bool:
 def validate_dims(module: nn.Module, param: str, parameter_name: str | None, style: str) -> None:
     """Refuse a parameter without a dim."""
     tensor = module._parameters.get(param)
-    if tensor is not None and tensor.ndim == 0:
+    if tensor is not None and tensor.ndim == 0 and not has_block_scales(module):
         raise PlanError(
             f"Style {style!r} on {parameter_name or param!r}:",
             "it is a scalar; there is no dimension to cut",

@@ -21,6 +21,13 @@ from plait.styles.heads import place_layout
 from plait.styles.layer import Args, Kwargs, TensorParallelLayer, first_input
 from plait.styles.linear import RowwiseParallel
 from plait.styles.params import place
+from plait.styles.quantized import (
+    SCALES,
+    has_block_scales,
+    is_quantized,
+    layout_of_scales,
+    refuse_cut_blocks,
+)
 from plait.styles.registry import ALL_PARALLEL_STYLES
 
 
@@ -63,7 +70,7 @@ class PackedParallel(TensorParallelLayer):
         """Refuse a dim that does not consist of these parts."""
         tensor = module._parameters.get(param)
         dim = None if tensor is None or tensor.ndim == 0 else self.packed_dim(tensor.ndim)
-        if tensor is None or dim is None:
+        if tensor is None or dim is None or (param == SCALES and has_block_scales(module)):
             return
         size = tensor.shape[dim]
         parts = self.part_sizes(size)
@@ -75,15 +82,22 @@ class PackedParallel(TensorParallelLayer):
                 f"dim {dim} of size {size} does not consist of parts in the ratio {units}",
                 "register the style with the sections of this weight",
             )
+        layout = self.param_layout(module, param, mesh)
+        refuse_cut_blocks(module, param, layout, dim, mesh, parameter_name or param)
 
     def param_layout(self, module: nn.Module, param: str, mesh: DeviceMesh) -> ParamLayout | None:
         """The slices of every part that each rank holds, where torch has no placement for them."""
         tensor = module._parameters.get(param)
-        dim = None if tensor is None else self.packed_dim(tensor.ndim)
+        dim = None if tensor is None or tensor.ndim == 0 else self.packed_dim(tensor.ndim)
         if tensor is None or dim is None:
             return None
+        if param == SCALES and has_block_scales(module):
+            weight = self.param_layout(module, "weight", mesh)
+            return None if weight is None else layout_of_scales(module, weight)
         parts = self.part_sizes(tensor.shape[dim])
         assert parts is not None  # validate_param saw it
+        if param == "weight" and (is_quantized(tensor) or has_block_scales(module)):
+            return packed(tuple(tensor.shape), dim, mesh.size(), parts)
         rows = aligned(tuple(tensor.shape), dim, mesh.size(), parts, tensor.element_size())
         if rows is not None:
             return rows
@@ -101,7 +115,8 @@ class PackedParallel(TensorParallelLayer):
         tensor = module._parameters.get(param)
         if tensor is None:
             return
-        dim, layout = self.packed_dim(tensor.ndim), self.param_layout(module, param, mesh)
+        dim = None if tensor.ndim == 0 else self.packed_dim(tensor.ndim)
+        layout = self.param_layout(module, param, mesh)
         if layout is not None:
             place_layout(module, param, mesh, layout)
         elif dim is None:

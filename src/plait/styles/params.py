@@ -7,10 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from plait.comm import local
+from plait.plan.intervals import even
+from plait.styles.quantized import as_dtensor, is_quantized, keep_block, taken
 
 GradMode = Literal["own", "sum"]
 """A rank's gradient of a parameter is its own (whole, or of its shard), or one term of a sum."""
@@ -38,15 +40,28 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) 
     if param is None:
         return
     with torch.no_grad():
-        placed = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
+        if is_quantized(param):
+            placed = _placed_quantized(param, mesh, placement)
+        else:
+            placed = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
     set_param(module, name, placed, like=param)
+
+
+def _placed_quantized(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
+    if not isinstance(placement, Shard):
+        return as_dtensor(x.detach(), mesh, placement, x)
+    pieces = even(tuple(x.shape), placement.dim, mesh.size()).pieces[mesh.get_local_rank()]
+    return as_dtensor(taken(x.detach(), placement.dim, pieces), mesh, placement, x)
 
 
 def set_param(module: nn.Module, name: str, tensor: torch.Tensor, like: nn.Parameter) -> None:
     """Put `tensor` into a parameter slot with the attributes and `requires_grad` of `like`."""
     new = nn.Parameter(tensor, requires_grad=like.requires_grad)
-    for key, value in vars(like).items():
-        setattr(new, key, value)
+    if is_quantized(like):  # its attributes are the whole numbers and scales
+        keep_block(tensor, new)
+    else:
+        for key, value in vars(like).items():
+            setattr(new, key, value)
     module._parameters[name] = new
 
 
@@ -56,7 +71,10 @@ def replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
     if param is None or isinstance(param, DTensor):
         return
     with torch.no_grad():
-        whole = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
+        if is_quantized(param):
+            whole = as_dtensor(param.detach(), mesh, Replicate(), param)
+        else:
+            whole = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
     set_param(module, name, whole, like=param)
 
 

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from plait import comm
 from plait.plan.intervals import ParamLayout
+from plait.run import torch_private
 from plait.state import LAYOUT, ParallelState
 from plait.styles.params import set_param
 from plait.weights.sharded import fsdp_shards, without_fsdp
 from plait.weights.slots import layout_of_tensor
 
-_AVERAGED = "_plait_averaged"  # on a parameter: who averages its gradient
 _AVERAGING = "_plait_averaging"  # on a root
 
 
@@ -74,45 +75,38 @@ def average_over_data(
         state: How it was split.
     """
     assert state.data_mesh is not None
-    found: Averaging = root.__dict__.setdefault(_AVERAGING, Averaging(state.data_mesh))
+    if _AVERAGING not in root.__dict__:
+        root.__dict__[_AVERAGING] = Averaging(root, state.data_mesh)
+    found: Averaging = root.__dict__[_AVERAGING]
     found.keep(params)
-    for param in params:
-        found.add(param)
 
 
 class Averaging:
-    """Averages gradients over the data ranks at the end of each backward pass that reaches one.
+    """Averages gradients over the data ranks at the end of each backward pass that reduces others.
 
-    What was averaged in an earlier pass stays what it is: the mean of equal numbers.
+    FSDP tells of such a pass on every rank, whether or not it uses these parameters.
 
     Args:
+        root: The model, after FSDP has sharded it.
         mesh: The data ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.params: list[nn.Parameter] = []
-        self._asked = False
-
-    def add(self, param: nn.Parameter) -> None:
-        """Average the gradient of a parameter as well, whether it is trained now or later."""
-        if param.__dict__.get(_AVERAGED) is self:
-            return
-        param.__dict__[_AVERAGED] = self
-        self.params.append(param)
-        trained = param.requires_grad
-        param.requires_grad_(True)  # hooks are for leaves that get gradients
-        param.register_post_accumulate_grad_hook(self._note)
-        param.requires_grad_(trained)
+        self._asked = -1  # in which backward
+        for part in root.modules():
+            if isinstance(part, FSDPModule):
+                torch_private.before_reducing(part, self._note)
 
     def keep(self, params: Sequence[nn.Parameter]) -> None:
-        """Forget the parameters that are not among these."""
-        ids = {id(param) for param in params}
-        self.params = [param for param in self.params if id(param) in ids]
+        """Average the gradients of these parameters, whether they are trained now or later."""
+        self.params = list(params)
 
-    def _note(self, param: torch.Tensor) -> None:
-        if not self._asked:
-            self._asked = True
+    def _note(self, reduced: Any) -> None:
+        backward = torch_private.backward_id()
+        if self.params and self._asked != backward:
+            self._asked = backward
             Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
@@ -121,7 +115,7 @@ class Averaging:
         Comm:
             One all-reduce for each dtype.
         """
-        self._asked = False
+        self._asked = -1
         trained = [param for param in self.params if param.requires_grad]
         for dtype in sorted({p.dtype for p in trained}, key=str):
             self._average_of([p for p in trained if p.dtype == dtype])

@@ -214,6 +214,9 @@ class Accelerator(Reports):
         """Forget everything that was prepared; gives a None for each object."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
+        self.window.forget()
+        for ids in (self._known, self._skipped, self._unscaled, self._scaled_steps):
+            ids.clear()
         self._replaced = preparing.Replaced()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from plait import comm
 from plait.errors import PlaitError
+from plait.loss.asking import is_made_of
 from plait.loss.reduction import OTHERS, TOKENS, WEIGHT
 from plait.run import torch_private
 from plait.run.around import split_module
@@ -131,6 +132,12 @@ class Window:
         self._total = 0.0
         self._step, self.is_last, self._open = 0, True, False
 
+    def forget(self) -> None:
+        """Let go of the models; gradients stay as they are."""
+        self._models, self._counts = (), {}
+        self._total, self._sum = 0.0, None
+        self._step, self.is_last, self._open = 0, True, False
+
     @contextlib.contextmanager
     def micro_step(self, *models: nn.Module, end: bool = False) -> Iterator[None]:
         """One forward and backward pass of a window.
@@ -147,6 +154,7 @@ class Window:
             with syncing(models, self.is_last or self.sync_each_batch):
                 yield
         except BaseException:
+            self._divided = False  # what is complete goes too
             self.reset()
             raise
         finally:
@@ -188,7 +196,7 @@ class Window:
 
         Comm: that of the model's backward.
         """
-        counted = loss.__dict__.get(TOKENS, self._new_count())
+        counted = loss.__dict__.get(TOKENS, self._new_count(loss))
         share = 1.0
         if counted is None and turn is not None and turn.num_samples:
             share = turn.sizes[data_rank] * len(turn.sizes) / turn.num_samples
@@ -239,11 +247,12 @@ class Window:
     def _look(self, models: Sequence[nn.Module]) -> None:
         self._counts = {id(model): _count(model) for model in models}
 
-    def _new_count(self) -> Any:
+    def _new_count(self, loss: torch.Tensor) -> Any:
         """What a model has counted since the last look: a loss made of its loss has no note."""
         for model in self._models:
             count = _count(model)
-            if count is not None and count is not self._counts.get(id(model)):
+            is_new = count is not None and count is not self._counts.get(id(model))
+            if is_new and is_made_of(loss, model):
                 return count
         return None
 

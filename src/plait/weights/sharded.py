@@ -115,7 +115,7 @@ def without_fsdp(x: Tensor, layout: ParamLayout) -> Tensor:
     """
     from plait import comm
 
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = x._local_tensor if isinstance(x, DTensor) else x
     cut = fsdp_shards(x)
     if cut is None:
         return local

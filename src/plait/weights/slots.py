@@ -9,7 +9,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from plait.errors import PlanError
 from plait.plan.intervals import ParamLayout, even, packed, whole
+from plait.run import torch_private
 from plait.run.torch_private import StridedShard
+from plait.styles.quantized import is_quantized
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Slot:
 
 def placed_like(old: DTensor, local: Tensor) -> DTensor:
     """Returns a DTensor as `old` is, with another local tensor; nothing is communicated."""
+    if is_quantized(local):
+        return torch_private.dtensor_of(local, old.device_mesh, old.placements, old)
     return DTensor.from_local(
         local,
         old.device_mesh,

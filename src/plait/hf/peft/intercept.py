@@ -15,7 +15,7 @@ from plait.state import own_class, state_of
 from plait.surgery import adopt
 from plait.surgery.adopting import settle_adapters
 from plait.surgery.loading import is_part
-from plait.surgery.wrappers import KNOWN
+from plait.surgery.wrappers import KNOWN, look
 
 _WHOLE = ("pissa", "olora", "corda", "loftq", "mica", "orthogonal", "lora_ga", "eva")
 """Initial values that PEFT computes from the layer's weight, and changes the weight by."""
@@ -81,10 +81,29 @@ def _inject(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
     if state_of(model) is None:
         return call(*args, **kwargs)
     in_chunks(model)
-    with copyable(model):
-        found = call(*args, **kwargs)
-    adopt(model)
+    before = {id(part) for part, _ in look(model).parts.values()}
+    had_config = hasattr(model, "peft_config")
+    try:
+        with copyable(model):
+            found = call(*args, **kwargs)
+        adopt(model)
+    except Exception:
+        _take_out(model, before)
+        if not had_config and hasattr(model, "peft_config"):
+            del model.peft_config
+        raise
     return found
+
+
+def _take_out(model: Any, before: set[int]) -> None:
+    """Put the layers back that new adapters were put around."""
+    for name, (part, wrapper) in look(model).parts.items():
+        if id(part) in before:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        attribute = wrapper.inner(part)
+        if attribute is not None:
+            model.get_submodule(owner)._modules[leaf] = getattr(part, attribute)
 
 
 def _create(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
@@ -92,13 +111,36 @@ def _create(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
     from plait.hf.peft.on_parts import whole_weights
 
     config, _, target = args[:3]
+    state = state_of(tuner.model)
+    if state is None:
+        return call(*args, **kwargs)
+    _refuse_variants(config, tuner.model)
     base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
     start = getattr(config, "init_lora_weights", True)
-    is_made = config.use_dora or (isinstance(start, str) and start.lower().startswith(_WHOLE))
+    is_made = isinstance(start, str) and start.lower().startswith(_WHOLE)
+    axes = [state.tp_mesh, *([state.data_mesh] if state.data_mesh is not None else [])]
     with ExitStack() as stack:
-        if is_made and state_of(tuner.model) is not None:
-            stack.enter_context(whole_weights(base))
+        if is_made or config.use_dora:
+            stack.enter_context(whole_weights(base, axes if is_made else ()))
         return call(*args, **kwargs)
+
+
+_VARIANTS = ("kasa_config", "velora_config", "monteclora_config", "use_bdlora", "layer_replication")
+
+
+def _refuse_variants(config: Any, model: Any) -> None:
+    """Refuse variants of LoRA that look at more of a layer than its output.
+
+    Raises:
+        PlaitError: The config asks for one.
+    """
+    asked = [name for name in _VARIANTS if getattr(config, name, None)]
+    if asked:
+        raise PlaitError(
+            f"LoRA with {', '.join(asked)} on a split {own_class(model).__name__}:",
+            "this variant computes with whole weights, of which each rank holds a part",
+            ["LoRA, rsLoRA, DoRA, PiSSA and OLoRA work", "train it in one process"],
+        )
 
 
 def _features(call: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:

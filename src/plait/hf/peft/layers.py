@@ -92,6 +92,24 @@ class Adapters:
             dora.finish(part, side, state.tp_mesh)
 
 
+def check_kinds(parts: Mapping[str, Any]) -> None:
+    """Refuse adapters that work on whole layers only, before the layers are split.
+
+    Args:
+        parts: The wrapping layers, by name.
+
+    Raises:
+        PlanError: One of them is of such a kind.
+    """
+    from peft.tuners import ia3, lora
+    from peft.utils.other import ModulesToSaveWrapper
+
+    known = (lora.Linear, lora.Embedding, lora.ParamWrapper, ia3.Linear, ModulesToSaveWrapper)
+    for name, part in parts.items():
+        if not isinstance(part, known):
+            raise refused(part, name, "this kind of adapter works on whole layers only")
+
+
 def _linear(part: Any, side: Side, mesh: DeviceMesh) -> dict[str, TensorParallelLayer]:
     base = part.get_base_layer()
     names = ("lora_B", 0) if side == "out" else ("lora_A", 1)

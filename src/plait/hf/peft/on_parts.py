@@ -5,15 +5,17 @@ sliced alike. Inside `on_parts` the layer and its adapters hold plain tensors, t
 what is written into them, or put in their place, is in the parameters afterwards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from plait import comm
 from plait.plan.intervals import ParamLayout
 from plait.state import gather_whole, local_part
 from plait.surgery.data_ranks import without_chunks
@@ -99,7 +101,7 @@ def whole_value(param: Any) -> torch.Tensor:
 
 
 @contextmanager
-def whole_weights(base: nn.Module) -> Iterator[None]:
+def whole_weights(base: nn.Module, meshes: Sequence[DeviceMesh] = ()) -> Iterator[None]:
     """Inside, a split layer holds its own parameters whole, as one process has them.
 
     For what PEFT computes from a weight when it makes an adapter (norms, singular values). What is
@@ -107,9 +109,12 @@ def whole_weights(base: nn.Module) -> Iterator[None]:
 
     Args:
         base: The layer.
+        meshes: Axes on which the first rank's result is everybody's: it may be made of random
+            numbers.
 
     Comm:
-        One all-gather of each split parameter on each axis. All ranks must enter.
+        One all-gather of each split parameter on each axis, and a broadcast on each of `meshes`.
+        All ranks must enter.
     """
     saved: list[tuple[str, Any, ParamLayout, nn.Parameter]] = []
     for name, param in base._parameters.items():
@@ -126,5 +131,8 @@ def whole_weights(base: nn.Module) -> Iterator[None]:
             base._parameters[name] = param
             assert now is not None
             with torch.no_grad():
-                part = local_part(now.detach(), layout, tp_rank(param))
+                value = now.detach()
+                for mesh in meshes:
+                    value = comm.broadcast(value.contiguous(), mesh)
+                part = local_part(value, layout, tp_rank(param))
                 param._local_tensor.copy_(fsdp_part(part, param))

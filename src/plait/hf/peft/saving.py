@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from plait.errors import WeightsError
 from plait.hf.peft.on_parts import in_chunks, whole_value
 from plait.run.around import split_module
-from plait.state import ParallelState, state_of
+from plait.state import ParallelState, own_class, state_of
 from plait.weights.outcome import ARRIVAL_S, arrive, together
 from plait.weights.sharded import is_first
 
@@ -113,10 +113,13 @@ def save_adapters(
 @contextlib.contextmanager
 def _prepared(model: Any, ready: dict[str, Any]) -> Iterator[None]:
     model.__dict__[_READY] = ready
+    # Into adapter_config.json goes the class as its author wrote it, not the one that FSDP made.
+    base = own_class(split_module(model))
+    model.__dict__["_get_base_model_class"] = lambda *_, **__: base
     try:
         yield
     finally:
-        del model.__dict__[_READY]
+        del model.__dict__[_READY], model.__dict__["_get_base_model_class"]
 
 
 def save_of_model(model: Any, save_directory: Any) -> None:

@@ -24,6 +24,10 @@ def split_with_adapters(module: nn.Module, split: Callable[[nn.Module], Any]) ->
     Returns:
         Whether there are adapters. If not, nothing has been done.
 
+    Raises:
+        PlanError: There is an adapter of a kind that works on whole layers only. Nothing has been
+            changed.
+
     Comm: that of `split` and of [`adopt`][plait.surgery.adopting.adopt].
     """
     around: Any = module
@@ -31,6 +35,10 @@ def split_with_adapters(module: nn.Module, split: Callable[[nn.Module], Any]) ->
     wrapped = look(inner)
     if not wrapped.parts and inner is module:
         return False
+    if wrapped.parts:
+        from plait.hf.peft.layers import check_kinds
+
+        check_kinds({name: part for name, (part, _) in wrapped.parts.items()})
     with _taken_out(inner, wrapped):
         split(inner)
     in_chunks(inner)

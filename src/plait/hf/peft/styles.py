@@ -119,7 +119,7 @@ def _share_heads(child: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
 
 def refused(part: Any, name: str, reason: str) -> PlanError:
     """The error that an adapter cannot work on its layer as it is split."""
-    base = part.get_base_layer()
+    base = part.get_base_layer() if hasattr(part, "get_base_layer") else part.original_module
     border = base.__dict__.get("_plait_border")
     split = f", split by {type(border.style).__name__}" if border is not None else ""
     kind = f"{type(part).__module__.split('.')[-2]}.{type(part).__name__}"

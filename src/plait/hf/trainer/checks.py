@@ -1,0 +1,68 @@
+"""What a Trainer is asked for that a split model does not do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.hf.trainer import sft
+from plait.layout import factors
+from plait.state import ParallelState
+
+_SIZES = ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
+
+
+def check(args: Any, state: ParallelState, *, is_sft: bool = False) -> None:
+    """Refuse arguments that contradict the layout of a split model.
+
+    Args:
+        args: `TrainingArguments`.
+        state: How the model was split.
+        is_sft: Whether they are TRL's `SFTConfig`.
+
+    Raises:
+        PlaitError: With everything that does.
+
+    Comm: none.
+    """
+    problems = list(_problems(args, state))
+    if is_sft:
+        problems += sft.problems(args)
+    if not problems:
+        return
+    names = state.mesh.mesh_dim_names or ()
+    layout = factors(dict(zip(names, state.mesh.shape, strict=True)))
+    raise PlaitError(
+        f"A Trainer for a model that is split over {layout}:",
+        problems,
+        [
+            "leave out what is named: the model brings its layout along",
+            "DistributedConfig(tp_size=…, dp_shard_size=…) of as many ranks as there are processes",
+        ],
+    )
+
+
+def _problems(args: Any, state: ParallelState) -> Iterator[str]:
+    ranks = state.mesh.size()
+    if args.world_size != ranks:
+        yield f"it runs on {args.world_size} process(es), the model lies on {ranks} rank(s)"
+    if args.fsdp:
+        yield f"fsdp={args.fsdp!r} would shard it once more"
+    if args.deepspeed:
+        yield f"deepspeed={args.deepspeed!r} would shard it once more"
+    if args.torch_compile:
+        yield "torch_compile=True: split logits and checks of the ranks are not compiled"
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True: it exchanges forwards of layers that are split"
+    if not args.average_tokens_across_devices:
+        yield "average_tokens_across_devices=False: its losses are means over all ranks' tokens"
+    if args.accelerator_config.dispatch_batches:
+        yield "dispatch_batches=True: each data rank reads its own samples"
+    if args.accelerator_config.split_batches:
+        yield "split_batches=True: a batch size is that of one data rank"
+    asked = args.parallelism_config
+    if asked is not None:
+        sizes = dict(zip(state.mesh.mesh_dim_names or (), state.mesh.shape, strict=True))
+        for name in _SIZES:
+            theirs, own = getattr(asked, name, None) or 1, sizes.get(name[: -len("_size")], 1)
+            if theirs != own:
+                yield f"parallelism_config has {name}={theirs}, the model {own}"
