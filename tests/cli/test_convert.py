@@ -174,3 +174,29 @@ def test_a_run_of_plait_train_is_a_model_already(tmp_path: Path) -> None:
     assert "a model of transformers already" in words or "already" in str(result.exception)
     ran(tmp_path / "run" / "checkpoints", tmp_path / "new")
     assert (tmp_path / "new" / "config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_becomes_part_of_the_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model_of("llama", dtype).save_pretrained(tmp_path / "base")
+
+    def around() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+
+    torch.manual_seed(0)
+    options = {"r": 3, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(init_lora_weights=False, **options)
+    peft.get_peft_model(around(), config).save_pretrained(tmp_path / "adapter")
+    ran(tmp_path / "base", tmp_path / "merged", "--merge", tmp_path / "adapter")
+    plainly = peft.PeftModel.from_pretrained(around(), tmp_path / "adapter").merge_and_unload()
+    plainly.save_pretrained(tmp_path / "plainly")
+    found, expected = stored(tmp_path / "merged"), stored(tmp_path / "plainly")
+    assert found.keys() == expected.keys()
+    assert all(
+        torch.equal(found[key], x) and found[key].dtype == dtype for key, x in expected.items()
+    )
+    assert run(tmp_path / "base", tmp_path / "no", "--merge", tmp_path / "base").exit_code != 0
+    save(tmp_path / "run", model_of("llama"), step=1)
+    refused = run(tmp_path / "run", tmp_path / "no", "--merge", tmp_path / "adapter")
+    assert refused.exit_code != 0 and not (tmp_path / "no").exists()

@@ -223,3 +223,61 @@ def test_smollm2_on_real_text_over_data_ranks(
     words, one = real
     found = trained(folder, "real-dp", *words, "--batch-size", 1, "--dp-shard", 2)
     assert found == pytest.approx(one, rel=2e-5)
+
+
+LORA = ["model", "--data", "sums.jsonl", "--lora-r", 4, "--set", "optimizer.schedule=constant"]
+LORA += [*SMALL, "--set", "lora.targets=[q_proj, k_proj, o_proj, down_proj, embed_tokens]"]
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path) -> list[float]:
+    """The losses of adapters trained by one process, which are in `lora-one`."""
+    found = trained(folder, "lora-one", *LORA, "--steps", 4, "--batch-size", 2)
+    assert found[3] < found[0]
+    return found
+
+
+def loaded(folder: Path, name: str) -> Any:
+    """A trained adapter, read by plain PEFT and transformers."""
+    import peft
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    return peft.PeftModel.from_pretrained(base, folder / name).eval()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["tp", "dp"])
+def test_adapters_trained_in_every_layout(layout: str, folder: Path, adapter: list[float]) -> None:
+    sizes = ["--tp", 2, "--batch-size", 2] if layout == "tp" else ["--dp-shard", 2]
+    name = f"lora-{layout}"
+    assert trained(folder, name, *LORA, "--steps", 4, *sizes) == pytest.approx(adapter, rel=2e-5)
+    torch.distributed.barrier()
+    mine, expected = loaded(folder, name), loaded(folder, "lora-one")
+    wanted = expected.state_dict()
+    for key, x in mine.state_dict().items():
+        assert (x - wanted[key]).abs().max() < 1e-4, key
+    ids = torch.arange(3, 9)[None]
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    tokens = [m.generate(input_ids=ids, **options) for m in (mine, expected)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.ranks(2)
+def test_adapters_go_on_in_another_layout(folder: Path, adapter: list[float], rank: int) -> None:
+    common = [*LORA, "--output", "lora-broken"]
+    first = run(folder, *common, "--steps", 3, "--tp", 2, "--batch-size", 2, "--set",
+                "reports.save_every=2")  # fmt: skip
+    assert first.exit_code == 0, first.output
+    torch.distributed.barrier()
+    again = run(folder, *common, "--steps", 4, "--dp-shard", 2, "--resume", "latest")
+    assert again.exit_code == 0, again.output
+    assert losses(folder / "lora-broken")[-2:] == pytest.approx(adapter[2:], rel=2e-5)
+    other = run(folder, *common, "--steps", 4, "--dp-shard", 2, "--resume", "latest", "--set",
+                "lora.dropout=0.1")  # fmt: skip
+    assert other.exit_code != 0
+    assert rank or "lora.dropout: 0.0 then, 0.1 now" in " ".join(other.output.split())
+
+
+def test_adapters_of_layers_that_are_not_there(folder: Path) -> None:
+    done = run(folder, *LORA, "--set", "lora.targets=nowhere", "--steps", 1, "--output", "no")
+    assert done.exit_code != 0 and "nowhere" in done.output and "lora.targets" in done.output

@@ -12,7 +12,7 @@ from plait.cli import options, proving, ranks
 from plait.errors import PlaitError
 
 
-def command(
+def command(  # noqa: PLR0913 (an option each)
     ctx: typer.Context,
     source: Annotated[
         str,
@@ -35,6 +35,12 @@ def command(
             min=0, help="Which checkpoint, or the step to give it.", show_default="the latest, or 0"
         ),
     ] = None,
+    merge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADAPTER", help="Add an adapter of PEFT to the weights of SRC, a model."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write into a directory that is not empty.")
     ] = False,
@@ -42,8 +48,9 @@ def command(
 ) -> None:
     """Turn a checkpoint of plait into a model directory of transformers, or a model into one.
 
-    What SRC is decides. One process, one tensor at a time: no ranks, and little memory. The model's
-    weights are converted; the optimizer's state stays behind.
+    What SRC is decides; with --merge it is a model, and stays one. One process, one tensor at a
+    time: no ranks, and little memory. The model's weights are converted; the optimizer's state
+    stays behind.
     """
     if dtype not in options.DTYPES:
         raise typer.BadParameter(
@@ -58,7 +65,42 @@ def command(
         )
     with ranks.reported(debug, ctx.obj == options.PARENT_PRINTS):
         proving.quiet(debug)
-        print(_convert(proving.existing(source), path, dtype, max_shard_size, step))
+        found = proving.existing(source)
+        if merge is not None:
+            print(_merge(found, path, merge, dtype, max_shard_size))
+        else:
+            print(_convert(found, path, dtype, max_shard_size, step))
+
+
+def _merge(source: str, target: Path, adapter: str, dtype: str, max_shard_size: str) -> str:
+    """Writes a model whose weights hold an adapter; in one process, as PEFT merges it.
+
+    Raises:
+        PlaitError: There is no such adapter, or it is not of this model.
+    """
+    import torch
+
+    from plait.auto import AutoModelForCausalLM
+    from plait.checkpoint.to_transformers import is_plait
+    from plait.hf.generation.text import load_tokenizer
+    from plait.hf.peft.reading import check_adapter, with_adapter
+
+    check_adapter(adapter)
+    if is_plait(Path(source)):
+        raise PlaitError(
+            f"Convert {source} --merge {adapter}:",
+            "it is a checkpoint of plait; an adapter is added to a model",
+            ["give the model that the adapter was trained on"],
+        )
+    chosen = "auto" if dtype == "auto" else getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen)
+    merged = with_adapter(model, adapter).merge_and_unload()
+    merged.save_pretrained(target, max_shard_size=max_shard_size)
+    try:
+        load_tokenizer(source).save_pretrained(target)
+    except (OSError, ValueError, PlaitError):
+        return f"{target}: the model with {adapter}, without a tokenizer"
+    return f"{target}: the model with {adapter}"
 
 
 def _convert(source: str, target: Path, dtype: str, max_shard_size: str, step: int | None) -> str:

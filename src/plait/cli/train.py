@@ -50,6 +50,9 @@ def command(  # noqa: PLR0913 (an option each)
     accumulate: Annotated[int | None, typer.Option(help="Batches in one optimizer step.")] = None,
     seq_length: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Highest learning rate.")] = None,
+    lora_r: Annotated[
+        int | None, typer.Option("--lora-r", help="Rank of LoRA adapters, trained instead.")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint: latest, or its path.")
     ] = None,
@@ -59,7 +62,7 @@ def command(  # noqa: PLR0913 (an option each)
     ] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Fine-tune a language model, all weights, with the model and the batch split over N ranks.
+    """Fine-tune a language model, or adapters of it, split over N ranks with the batch.
 
     Starts tp × dp-shard × dp-replicate ranks, or uses those of torchrun. Flags win over the recipe.
     """
@@ -75,6 +78,7 @@ def command(  # noqa: PLR0913 (an option each)
         "train.accumulate": accumulate,
         "data.seq_length": seq_length,
         "optimizer.lr": lr,
+        "lora.r": lora_r,
     }
     given = {key: value for key, value in flags.items() if value is not None}
     with ranks.reported(debug, ctx.obj == options.PARENT_PRINTS):

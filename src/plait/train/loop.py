@@ -218,7 +218,8 @@ def _resume(setup: Setup, resume: str) -> int:
     """Load a checkpoint; its step.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it was in the midst of other data.
+        CheckpointError: There is none, it is damaged, it was in the midst of other data, or of
+            other adapters.
     """
     settings = schedules.settings_of(setup.optimizer)
     source = setup.output / CHECKPOINTS if resume == "latest" else Path(resume)
@@ -233,7 +234,7 @@ def _resume(setup: Setup, resume: str) -> int:
     if changed:
         raise CheckpointError(
             f"To go on from {loaded.path}:",
-            ["the place in the data has no meaning in other data", *changed],
+            ["it has no meaning in other data, or for other adapters", *changed],
             (
                 "set these as they were",
                 "start anew from the trained model: another --output, with the checkpoint's model",
@@ -244,8 +245,11 @@ def _resume(setup: Setup, resume: str) -> int:
 
 def _position(setup: Setup) -> dict[str, Any]:
     """What the place in the data depends on."""
-    data = setup.recipe.to_dict()["data"]
+    recipe = setup.recipe.to_dict()
+    data, lora = recipe["data"], recipe["lora"]
+    adapters = {f"lora.{key}": value for key, value in lora.items()} if lora["r"] else {}
     return {
+        **adapters,
         **{f"data.{key}": data[key] for key in ("eval", "seq_length", "packing", "shuffle")},
         "train.seed": setup.recipe.train.seed,
         "rows": setup.data["rows"],
@@ -254,7 +258,7 @@ def _position(setup: Setup) -> dict[str, Any]:
 
 
 def _finish(setup: Setup) -> None:
-    """Write the model and its tokenizer, as ordinary files of transformers.
+    """Write the model and its tokenizer, as ordinary files of transformers; adapters as PEFT's.
 
     Raises:
         CheckpointError: The disk does not take them.

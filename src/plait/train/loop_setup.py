@@ -12,6 +12,7 @@ from plait.auto import AutoModelForCausalLM
 from plait.errors import PlaitError
 from plait.hf.generation.text import load_tokenizer
 from plait.layout import DistributedConfig
+from plait.run import progress
 from plait.train import schedules, text_data
 from plait.train.accelerator import Accelerator
 from plait.train.loader import DataRankLoader, data_loader
@@ -79,7 +80,7 @@ def set_up(recipe: Recipe) -> Setup:
         plain = _loader(recipe, eval_rows, False)
         eval_loader = data_loader(plain, accelerator.places, device=accelerator.device)
 
-    model = _model(recipe)
+    model = with_lora(_model(recipe), recipe)
     optimizer = schedules.optimizer(model, recipe.optimizer)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     steps_an_epoch = math.ceil(len(loader) / recipe.train.accumulate)
@@ -188,6 +189,49 @@ def _model(recipe: Recipe) -> Any:
     if recipe.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def with_lora(model: Any, recipe: Recipe) -> Any:
+    """The model with the adapters that a recipe asks for; without any, the model itself.
+
+    Raises:
+        PlaitError: PEFT is not installed, or a layer that gets an adapter is not there.
+
+    Comm: that of `plait.adopt`, on a split model.
+    """
+    lora = recipe.lora
+    if not lora.r:
+        return model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise PlaitError("lora.r:", "peft is not installed", "pip install 'plait[peft]'") from None
+    targets: Any = list(lora.targets)
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        around = get_peft_model(model, config)
+    except ValueError as error:
+        if isinstance(error, PlaitError):
+            raise
+        raise PlaitError(
+            f"Adapters of {type(model).__name__}:",
+            " ".join(str(error).split()),
+            ["lora.targets: all-linear", "names that model.named_modules() shows, or their ends"],
+        ) from error
+    trained, total = around.get_nb_trainable_parameters()
+    progress.report(
+        f"LoRA of rank {lora.r}: {trained:,} of {total:,} parameters are trained "
+        f"({100 * trained / total:.2f} %)"
+    )
+    return around
 
 
 def _loader(recipe: Recipe, rows: Rows, shuffle: bool) -> "DataLoader[Any]":

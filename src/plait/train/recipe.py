@@ -12,13 +12,23 @@ from typing import Any, Self
 
 from plait.errors import PlaitError
 from plait.layout import checks
-from plait.train.recipe_fields import Data, Layout, Optimizer, Reports, Training, setting, text
+from plait.train.recipe_fields import (
+    Data,
+    Layout,
+    Lora,
+    Optimizer,
+    Reports,
+    Training,
+    setting,
+    text,
+)
 
 SECTIONS: dict[str, type] = {
     "data": Data,
     "layout": Layout,
     "train": Training,
     "optimizer": Optimizer,
+    "lora": Lora,
     "reports": Reports,
 }
 """The blocks of a recipe. Above them stand `model` and `output`."""
@@ -40,6 +50,7 @@ class Recipe:
         layout: The ranks.
         train: Length, batch, precision.
         optimizer: AdamW and its schedule.
+        lora: Adapters, in the place of all weights.
         reports: Log, evaluation, checkpoints, pictures.
     """
 
@@ -49,6 +60,7 @@ class Recipe:
     layout: Layout = field(default_factory=Layout)
     train: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora = field(default_factory=Lora)
     reports: Reports = field(default_factory=Reports)
 
     @property

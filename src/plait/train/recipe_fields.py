@@ -101,6 +101,18 @@ def paths(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def names(value: Any) -> tuple[str, ...]:
+    """One name or a list of them."""
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not found or not all(map(_is_name, found)):
+        raise ValueError(f"must be a name or a list of names, got {value!r}")
+    return tuple(found)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 def share_or_paths(value: Any) -> float | tuple[str, ...]:
     """A share between 0 and 1, or paths."""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -239,6 +251,22 @@ class Optimizer:
     betas: tuple[float, float] = setting(betas, "AdamW's", (0.9, 0.999))
     eps: float = setting(number(0, above=True), "AdamW's", 1e-8)
     clip_norm: float = setting(number(0), "largest norm of the gradients; 0: any", 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters of PEFT that are trained in the place of all weights; without `r`, none."""
+
+    r: int = setting(whole(0), "rank of the adapters; 0: all weights are trained", 0)
+    alpha: float | None = setting(
+        optional(number(0, above=True)), "their scale is alpha ÷ r; null: twice the rank"
+    )
+    dropout: float = setting(number(0, below=1), "share of an adapter's input that is dropped", 0.0)
+    targets: tuple[str, ...] = setting(
+        names, "layers that get one; all-linear: every linear layer but the head", ("all-linear",)
+    )
+    dora: bool = setting(switch, "learn magnitudes too (DoRA)", False)
+    rslora: bool = setting(switch, "scale by the root of the rank", False)
 
 
 @dataclass(frozen=True, kw_only=True)
