@@ -1,5 +1,8 @@
 """Windows of micro-steps that are left half way, or hold more than one loss."""
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from torch import nn
 
 import plait
 from plait.errors import PlaitError
+from plait.loss.asking import is_made_of
 from plait.testing import add_noise, tiny
 from plait.train import Window
 
@@ -258,3 +262,28 @@ def test_samples_drawn_at_random_are_the_same_after_a_resumption(
     assert len(unbroken) == 6 and len(again) == 4
     for mine, expected in zip(again, unbroken[2:], strict=True):
         assert torch.equal(mine, expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_does_not_keep_the_graph_of_its_last_loss() -> None:
+    """What the forward saved goes with its output; and the model can be copied."""
+    model = plait.parallelize(tiny.model("llama"), plait.DistributedConfig(tp_size=2))
+    saved: list[Any] = []
+
+    def pack(x: torch.Tensor) -> Any:
+        box = Box(x.detach())  # a box with an output's graph would hold itself
+        saved.append(weakref.ref(box))
+        return box
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.x):
+        loss = model(**tiny.batch("llama")).loss
+    copied = copy.deepcopy(model)
+    assert is_made_of(loss * 2, model) and not is_made_of(loss * 2, copied)
+    del loss
+    gc.collect()
+    assert saved and not any(box() is not None for box in saved)
+
+
+class Box:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x

@@ -474,7 +474,7 @@ def test_quantized_weights_and_pickling_are_refused_by_name() -> None:
             packed = torch.zeros(32, 1, dtype=torch.uint8)
             self.weight = nn.Parameter(packed, requires_grad=False)
 
-    with pytest.raises(PlanError, match="quantized weights cannot be split"):
+    with pytest.raises(PlanError, match="packed weights of this kind cannot be split"):
         plait.parallelize(nn.Sequential(Packed()), tp_plan={"0": "colwise"})
     split = split_copy(nn.Sequential(nn.Linear(4, 4)), {"0": "colwise"})
     with pytest.raises(plait.PlaitError, match="full_state_dict"):

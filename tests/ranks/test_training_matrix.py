@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.build import sharding
+from plait.build import compose
 from plait.proof.numbers import exact
 from plait.state import state_of
 from plait.surgery import data_ranks
@@ -348,6 +348,19 @@ def test_scalars_that_cannot_be_cut(kind: type) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_scalars_come_in_the_same_order_on_all_ranks() -> None:
+    """They travel as one tensor; an order by address would mix them up."""
+    junk = [torch.nn.Parameter(torch.zeros(())) for _ in range(dist.get_rank() * 7)]
+    model = torch.nn.Sequential(*(ScaledLayer() for _ in range(12)))
+    kept: list[Any] = []
+    with mutation.patched(data_ranks.Averaging, "keep", lambda self, found: kept.extend(found)):
+        plait.parallelize(model, config_of((1, 2, 1)), tp_plan={})
+    del junk
+    scalars = [param for param in model.parameters() if not param.ndim]
+    assert len(kept) == 12 and all(a is b for a, b in zip(kept, scalars, strict=True))
+
+
+@pytest.mark.ranks(2)
 def test_mutation_a_scalar_that_is_not_reduced() -> None:
     with mutation.patched(data_ranks.Averaging, "_note", lambda self, param: None):
         split, whole, _ = scaled((1, 2, 1))
@@ -357,7 +370,7 @@ def test_mutation_a_scalar_that_is_not_reduced() -> None:
 @pytest.mark.ranks(2)
 def test_mutation_an_unsharded_model_is_no_copy_of_the_other() -> None:
     """Without FSDP each data rank trains by itself."""
-    with mutation.must_fail(sharding, "fully_shard", lambda module, **options: module):
+    with mutation.must_fail(compose, "shard", lambda *unused: None):
         check("qwen2", (1, 2, 1))
 
 

@@ -1,6 +1,6 @@
 """Parameters without a dimension, which FSDP cannot cut: whole on every data rank."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +12,7 @@ from plait.styles.params import set_param
 from plait.surgery.data_ranks import Averaging
 
 
-def keep_whole(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+def keep_whole(module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Keep a module's scalars on all data ranks; `average` does the rest once FSDP is there.
 
     Args:
@@ -20,8 +20,9 @@ def keep_whole(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         mesh: All axes.
 
     Returns:
-        The scalars, DTensors on the same mesh as the parameters that FSDP cuts, so that norms and
-        optimizers meet one kind of parameter.
+        The scalars in the order of the modules, which is that of every rank: DTensors on the same
+        mesh as the parameters that FSDP cuts, so that norms and optimizers meet one kind of
+        parameter.
 
     Comm: none.
     """
@@ -37,10 +38,10 @@ def keep_whole(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
                 found[param] = _whole(part, name, mesh)
             if "_plait_border" not in part.__dict__:
                 ALL_PARALLEL_STYLES["replicate"].install_forward(part, tp_mesh)
-    return set(found.values())
+    return list(found.values())
 
 
-def average(module: nn.Module, scalars: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+def average(module: nn.Module, scalars: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
     """Average the gradients of scalars over the data ranks in every backward.
 
     Args:
@@ -50,9 +51,9 @@ def average(module: nn.Module, scalars: Iterable[nn.Parameter], mesh: DeviceMesh
 
     Comm: one all-reduce for all of them at the end of each backward.
     """
-    data, found = data_axis(mesh), list(scalars)
-    if data is not None and found:
-        Averaging(module, data).keep(found)
+    data = data_axis(mesh)
+    if data is not None and scalars:
+        Averaging(module, data).keep(scalars)
 
 
 def _whole(part: nn.Module, name: str, mesh: DeviceMesh) -> nn.Parameter:

@@ -100,7 +100,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> Non
         "mesh": axes,
         "mp_policy": mixed_precision(getattr(config, "fsdp_mixed_precision", False)),
         "offload_policy": _offload(config, mesh.device_type),
-        "ignored_params": lone,
+        "ignored_params": set(lone),
     }
     for group in groups:
         part = named[group.name]

@@ -207,7 +207,7 @@ class _Trace:
     def _summed(self, name: str, part: nn.Module, style: str, output: Any) -> None:
         """Gradients of whole parameters that are added over the ranks."""
         every = list(part._parameters) if style == "replicated_with_grad_allreduce" else []
-        for key in {*every, *self.summed.get(name, ())}:
+        for key in dict.fromkeys([*every, *self.summed.get(name, ())]):
             param = part._parameters.get(key)
             if param is not None and param.requires_grad:
                 what = f"gradient of {key}"

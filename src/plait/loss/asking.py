@@ -37,7 +37,7 @@ ALONE = "_plait_alone"
 _SPLIT = "_plait_split_logits"  # on a head: its output stays split in this call
 _WANTED = "_plait_wants_split_logits"  # on a model: inside split_logits
 _COUNT = "_plait_last_count"
-_LOSS = "_plait_last_loss"  # on a model: where its last loss is in the graph of autograd
+_LOSS = "_plait_last_loss"  # on a model, and in the graph where its last loss is: the same mark
 _NEAR = 200
 
 
@@ -93,7 +93,7 @@ def is_made_of(loss: Tensor, model: nn.Module) -> bool:
     seen: set[Any] = set()
     while found and len(seen) < _NEAR:
         node = found.pop(0)
-        if node is wanted:
+        if node is not None and node.metadata.get(_LOSS) is wanted:
             return True
         if node is not None and node not in seen:
             seen.add(node)
@@ -260,7 +260,11 @@ def _note(module: nn.Module, output: Any, record: Record) -> None:
         count.__dict__[OTHERS] = tuple(record.counts)
     module.__dict__[_COUNT] = count
     loss = _loss_of(output)
-    module.__dict__[_LOSS] = None if loss is None else loss.grad_fn
+    module.__dict__[_LOSS] = None
+    node: Any = None if loss is None else loss.grad_fn
+    if node is not None:
+        # A mark, not the node: that would keep the graph, and could not be copied with the model.
+        node.metadata[_LOSS] = module.__dict__[_LOSS] = object()
     if loss is not None:
         loss.__dict__[TOKENS] = count
 

@@ -171,7 +171,7 @@ def _forward_by_head(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     names = positional(type(module).forward)
     first = args[0] if args else kwargs.get(names[0]) if names else None
     batch = first.shape[0] if isinstance(first, torch.Tensor) and first.ndim > 2 else 1
-    for name in _BY_HEAD & kwargs.keys():
+    for name in [n for n in kwargs if n in _BY_HEAD]:  # the same order on every rank
         kwargs[name] = rows.of(kwargs[name], batch, flat="mask" not in name)
     if len(args) > 1:
         called = dict(enumerate(names[: len(args)]))
