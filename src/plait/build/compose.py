@@ -5,6 +5,8 @@
 3. Resolve the plan, prove what of it was derived on a small copy, deal out the heads, and check
    every style against every parameter: all refusals come before the first change, so a refused
    module is as it was.
+   Where ranks are to share sequences, prove on the small copy that all that mixes tokens in it is
+   attention that can be shared.
 4. Cut the parameters that rules name. On meta this only notes which slice the reader will read.
 5. Make every other parameter a DTensor that is whole on every rank, so that optimizers and norms
    meet one kind of parameter.
@@ -24,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait import mesh as meshes
-from plait.build import sequence
+from plait.build import sequence, sharing
 from plait.build.agreeing import Followers, agree
 from plait.build.apply import apply
 from plait.build.axes import data_axis, fsdp_axes, shard_axis, tp_axis
@@ -38,7 +40,7 @@ from plait.errors import LayoutError, PlanError
 from plait.hf.adapt import adapt, is_transformers_model
 from plait.hf.peft import expect_peft, split_with_adapters
 from plait.hf.trainer import expect_trainer
-from plait.layout import DistributedConfig, ParallelismConfig
+from plait.layout import DistributedConfig, ParallelismConfig, factors
 from plait.layout.config import refuse_other
 from plait.plan import ModelNames, Plan, resolve
 from plait.plan.attention import with_heads
@@ -117,6 +119,7 @@ def parallelize(
         return module
     if device_mesh is not None:
         agree(module, asked, mesh)
+    axes = _sequence_axes(module, config, mesh)
     followers, tp_mesh = Followers(module), tp_axis(mesh)
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
     if check is None:
@@ -129,7 +132,10 @@ def parallelize(
         plan = _plan(names_of(module), Rules({}), {}, 1)  # nothing is cut but by data parallelism
     else:
         plan = _proven_plan(module, chosen, mesh, config, check)
-    _split(module, plan, mesh, config, _proven_sequences(module, plan, mesh, config, check))
+    sequences = _proven_sequences(module, plan, mesh, config, check)
+    if axes is not None:
+        sharing.prove(module, axes, check)
+    _split(module, plan, mesh, config, sequences, axes)
     shard(module, mesh, config)
     followers.follow(module)
     if check is not False and plan.entries and not _ships(plan):
@@ -153,6 +159,7 @@ def _split(
     mesh: DeviceMesh,
     config: ParallelismConfig | DistributedConfig,
     sequences: SequencePlan | None = None,
+    axes: meshes.SequenceAxes | None = None,
 ) -> nn.Module:
     """Steps 3 to 7 of the composition, the plan being known."""
     tp_mesh = tp_axis(mesh)
@@ -163,8 +170,10 @@ def _split(
         check_plan(module, plan, tp_mesh)
         layouts = apply(module, plan, tp_mesh)
     module.__dict__[STATE] = ParallelState(
-        mesh, tp_mesh, plan, layouts, config, shard_axis(mesh), data_axis(mesh)
+        mesh, tp_mesh, plan, layouts, config, shard_axis(mesh), data_axis(mesh), axes
     )
+    if axes is not None:
+        sharing.install(module)
     if sequences is not None:
         sequence.install(module, sequences, tp_mesh)
     install_root(module)
@@ -279,6 +288,31 @@ def mesh_for(config: ParallelismConfig, device_type: str | None = None) -> Devic
         return None
     device = process_group.ensure(device_type)
     return meshes.build(layout, device.type)
+
+
+def _sequence_axes(
+    module: nn.Module, config: ParallelismConfig, mesh: DeviceMesh
+) -> meshes.SequenceAxes | None:
+    """The ranks that share sequences, as a config asks; None where none are to.
+
+    Raises:
+        LayoutError: The mesh is another than the config's.
+        PlanError: The module's attention cannot be shared.
+    """
+    if config.cp_size * config.sp_size == 1:
+        return None
+    layout = config.resolve(environment.world().num_processes)
+    folded = {name: size for name, size in layout.folded.items() if size > 1}
+    names = mesh.mesh_dim_names or ()
+    have = {name: size for name, size in zip(names, mesh.shape, strict=True) if size > 1}
+    if have != folded:
+        raise LayoutError(
+            f"{factors(layout.sizes)} on the axes {have}:",
+            f"ranks that share sequences are shards: the mesh of this config is {folded}",
+            "leave device_mesh out: the mesh is made from the config",
+        )
+    sharing.check(module, config)
+    return meshes.sequence_axes(layout, mesh.device_type)
 
 
 def _mesh_of_same(

@@ -8,9 +8,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait import surgery
+from plait.attention import shared
 from plait.build.visits import same_path
 from plait.comm import announce_failure
 from plait.consistency import guard
+from plait.hf.attention import entered
 from plait.loss import asking
 from plait.loss.asking import ALONE
 from plait.run import torch_private
@@ -50,8 +52,28 @@ def _inner(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inner, state = module.__dict__[_INNER], state_of(module)
     forward = inner if inner is not None else partial(type(module).forward, module)
     data_mesh = state.data_mesh if state is not None else None
+    axes = state.sequences if state is not None else None
+    if axes is not None and not module.__dict__.get(ALONE):
+        return _share(module, forward, args, kwargs)
     with same_path(module):
         return asking.call(module, forward, args, kwargs, data_mesh)
+
+
+def _share_sequences(
+    module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The forward, on this rank's tokens of sequences that others hold the rest of."""
+    state = state_of(module)
+    assert state is not None and state.sequences is not None
+    kwargs, found = entered(module, args, kwargs, state.sequences)
+    with same_path(module), shared(found):
+        return asking.call(module, forward, (), kwargs, state.data_mesh)
+
+
+_share = torch.compiler.disable(
+    _share_sequences,
+    reason="the ranks tell each other which tokens they hold; compile the layers of the model",
+)
 
 
 def expect_calls(module: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Differentiable collectives on one mesh axis. Nobody else in plait talks to other ranks.
 
-Raw collectives are in `raw`, their differentiable pairs in `pairs`, the bridge from DTensor
-parameters to local tensors in `parameters`, control messages in `control`, counting in `counting`.
+Raw collectives are in `raw`, their differentiable pairs in `pairs`, exchanges of pieces and rings
+in `exchanges`, the bridge from DTensor parameters to local tensors in `parameters`, control
+messages in `control`, counting in `counting`.
 """
 
 from plait.comm.announced import mark_announced
@@ -14,6 +15,7 @@ from plait.comm.control import (
     through_torch,
 )
 from plait.comm.counting import Count, Tally, count
+from plait.comm.exchanges import Pending, Ring, all_to_all, exchange_pieces
 from plait.comm.pairs import (
     copy_to,
     gather_copy,
@@ -23,15 +25,26 @@ from plait.comm.pairs import (
     sum_from,
 )
 from plait.comm.parameters import local
-from plait.comm.raw import all_gather, all_reduce, all_reduce_, broadcast, reduce_scatter
+from plait.comm.raw import (
+    all_gather,
+    all_gather_sized,
+    all_reduce,
+    all_reduce_,
+    broadcast,
+    reduce_scatter,
+)
 from plait.comm.sizes import chunk_sizes
 
 __all__ = [
     "Count",
+    "Pending",
+    "Ring",
     "Tally",
     "all_gather",
+    "all_gather_sized",
     "all_reduce",
     "all_reduce_",
+    "all_to_all",
     "announce_failure",
     "announcing",
     "broadcast",
@@ -39,6 +52,7 @@ __all__ = [
     "copy_to",
     "count",
     "exchange",
+    "exchange_pieces",
     "gather_copy",
     "gather_from",
     "is_linked",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.errors import PlaitError
 
-Backward = Callable[[Any, Tensor], Any]
+Backward = Callable[..., Any]
 
 
 def first_order(backward: Backward) -> Backward:
@@ -20,14 +20,14 @@ def first_order(backward: Backward) -> Backward:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, grad: Tensor) -> Any:
-        if grad.requires_grad and torch.is_grad_enabled():
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
             raise PlaitError(
                 "the gradient of a gradient (create_graph=True) through a collective",
                 "the collectives of plait.comm have first derivatives only",
                 "compute the term that needs second derivatives in one process",
             )
         with torch.no_grad():
-            return backward(ctx, grad)
+            return backward(ctx, *grads)
 
     return checked

@@ -1,6 +1,6 @@
 """Collectives through torch.distributed: NCCL between GPUs, gloo between hosts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,24 @@ class TorchTransport:
             ),
         )
         return got[: sizes[self.rank]].movedim(0, dim).contiguous()
+
+    def all_to_all(self, pieces: Sequence[Tensor], lengths: tuple[int, ...]) -> list[Tensor]:
+        """What every rank sends this one; the own piece does not travel."""
+        away = [piece if r != self.rank else piece[:0] for r, piece in enumerate(pieces)]
+        send = _wire(torch.cat(away))
+        counts = [n if r != self.rank else 0 for r, n in enumerate(lengths)]
+        got = send.new_empty((sum(counts), *send.shape[1:]))
+        self._run(
+            "all_to_all",
+            send,
+            lambda: dist.all_to_all_single(
+                got, send, counts, [piece.numel() for piece in away], group=self.process_group
+            ),
+        )
+        whole = torch.view_as_complex(got) if pieces[0].is_complex() else got
+        result = list(whole.split(counts))
+        result[self.rank] = pieces[self.rank].clone()
+        return result
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The `x` of group rank `src`."""

@@ -1,5 +1,6 @@
 """What carries a collective: the shared-memory link of one host, or torch.distributed."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -27,6 +28,10 @@ class Transport(Protocol):
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         """This rank's piece along `dim` of the sum of every rank's `x`."""
+        ...
+
+    def all_to_all(self, pieces: Sequence[Tensor], lengths: tuple[int, ...]) -> list[Tensor]:
+        """What every rank sends this one, flat: piece `r` of each goes to group rank `r`."""
         ...
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:

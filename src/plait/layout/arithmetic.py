@@ -43,6 +43,12 @@ class Layout:
         return self.sizes["tp"]
 
     @property
+    def folded(self) -> dict[str, int]:
+        """The sizes as parameters see them: ranks that share a sequence are shards of a copy."""
+        shards = self.sizes["dp_shard"] * self.sizes["cp"] * self.sizes["sp"]
+        return {"dp_replicate": self.sizes["dp_replicate"], "dp_shard": shards, "tp": self.tp_size}
+
+    @property
     def is_single(self) -> bool:
         """Whether nothing is split: an ordinary model in every process."""
         return self.world_size == 1

@@ -9,11 +9,7 @@ SIZE_FIELDS = (*(f"{axis}_size" for axis in AXES), "ep_size")
 and are no axis of their own, so ep_size is not a factor of WORLD_SIZE."""
 
 UNBUILT = {
-    "cp_size": "context parallelism (ring attention)",
-    "sp_size": "sequence parallelism (Ulysses)",
     "ep_size": "expert parallelism",
-    "cp_handler": "context parallelism (ring attention)",
-    "sp_handler": "sequence parallelism (Ulysses)",
     "ep_implementation": "expert parallelism",
     "ep_plan": "expert parallelism",
 }

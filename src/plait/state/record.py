@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from plait.layout import DistributedConfig, ParallelismConfig
+from plait.mesh import SequenceAxes
 from plait.plan import Plan
 from plait.plan.intervals import ParamLayout
 from plait.run.around import place_of_split
@@ -30,7 +31,8 @@ class ParallelState:
         fsdp_mesh: The axis over which each rank's part of the parameters is cut once more (FSDP),
             or None.
         data_mesh: All ranks with the same place on the tensor-parallel axis, as one axis: those
-            that see different samples. None where there is only one.
+            that see different tokens. None where there is only one.
+        sequences: The ranks that share sequences, each with some of their tokens; None: none do.
     """
 
     mesh: DeviceMesh
@@ -40,6 +42,7 @@ class ParallelState:
     config: ParallelismConfig | DistributedConfig
     fsdp_mesh: DeviceMesh | None = None
     data_mesh: DeviceMesh | None = None
+    sequences: SequenceAxes | None = None
 
     @property
     def tp_size(self) -> int:

@@ -197,6 +197,50 @@ class Link:
                 _reduce(terms, "sum", part)
         return result
 
+    def all_to_all(self, pieces: Sequence[Tensor], lengths: tuple[int, ...]) -> list[Tensor]:
+        """What every rank sends this one."""
+        if not pieces[0].is_cpu:
+            return self._other.all_to_all(pieces, lengths)
+        dtype, own = pieces[0].dtype, self.rank
+        sent = [piece.numel() for piece in pieces]
+        head = header("all_to_all", dtype, (*sent, *lengths), num_bytes=max(sent))
+        result = [torch.empty(n, dtype=dtype) for n in lengths]
+        # Each slot holds a section for every receiver; the ranks take as many steps as the longest
+        # piece of any of them needs, which the headers tell.
+        section = self.meeting.segment.slot_bytes // pieces[0].element_size() // self.size
+        longest, start = 1, 0
+        while start < longest:
+            slots = self._slots(dtype)
+            for r, piece in enumerate(pieces):
+                chunk = piece[start : start + section]
+                if r != own and chunk.numel():
+                    slots[own][r * section : r * section + chunk.numel()].copy_(chunk)
+            self._advance(head, first=start == 0)
+            if start == 0:
+                longest = self._agree_on_pieces()
+            for r, into in enumerate(result):
+                part = into[start : start + section]
+                if r != own and part.numel():
+                    part.copy_(slots[r][own * section : own * section + part.numel()])
+            start += section
+        result[own].copy_(pieces[own])
+        return result
+
+    def _agree_on_pieces(self) -> int:
+        """The longest piece of an all-to-all; an error on all ranks if somebody expects another."""
+        rows = [self.meeting.header_of(r) for r in range(self.size)]
+        sent = [row[SHAPE : SHAPE + self.size] for row in rows]
+        expected = [row[SHAPE + self.size : SHAPE + 2 * self.size] for row in rows]
+        wrong = [
+            f"group rank {r} expects {there[s]} elements of group rank {s}, which sends {here[r]}"
+            for r, there in enumerate(expected)
+            for s, here in enumerate(sent)
+            if len(there) == self.size and there[s] != here[r]  # a header holds so many words
+        ]
+        if wrong:
+            raise mark_announced(RankError("an all_to_all of pieces that do not fit", wrong))
+        return max(row[NUM_BYTES] for row in rows)
+
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The `x` of group rank `src`."""
         if not x.is_cpu:

@@ -7,7 +7,15 @@ import torch
 
 from plait.comm.link.segment import HEADER_WORDS
 
-_KINDS = ("refused", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "exchange")
+_KINDS = (
+    "refused",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "exchange",
+    "all_to_all",
+)
 _OPS = ("", "sum", "max")
 _DTYPES = (
     None,
@@ -64,14 +72,15 @@ def header(
 ) -> Header:
     """The header of a collective.
 
-    For an all-gather the extent along `dim` belongs to the rank and is not compared; `num_bytes`
-    never is.
+    For an all-gather the extent along `dim` belongs to the rank and is not compared; nor is the
+    shape of an all-to-all, the lengths of what the rank sends and expects; `num_bytes` never is.
     """
     code = _DTYPES.index(dtype) if dtype in _DTYPES else -1
     sizes = () if sizes is None else sizes
     front = [_KINDS.index(kind), code, _OPS.index(op), dim, src, len(shape)]
     row = [*front, num_bytes, len(sizes), *shape, *sizes][:HEADER_WORDS]
     common = [-1 if kind == "all_gather" and d == dim else n for d, n in enumerate(shape)]
+    common = [len(shape)] if kind == "all_to_all" else common
     return Header(row, hash((*front, *common, *sizes)))
 
 
@@ -83,6 +92,11 @@ def describe(row: Sequence[int]) -> str:
         return f"exchange of a control message of {num_bytes} bytes"
     dtype = str(_DTYPES[code]).removeprefix("torch.") if code >= 0 else "?"
     shape = tuple(row[_FIXED : _FIXED + num_dims])
+    if name == "all_to_all":
+        half = num_dims // 2
+        return (
+            f"all_to_all of {dtype}, sending {list(shape[:half])}, expecting {list(shape[half:])}"
+        )
     text = f"{name} of {dtype} {shape}"
     if op:
         text += f" ({_OPS[op]})"

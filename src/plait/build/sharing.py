@@ -1,0 +1,144 @@
+"""Sequences that ranks share: whether a model allows it, and what it needs for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait import comm
+from plait.attention import current, shared
+from plait.build.proven import Check
+from plait.errors import LayoutError, PlanError
+from plait.hf import small
+from plait.hf.attention import NAME, entered, refuse_unshareable, register
+from plait.layout import ParallelismConfig
+from plait.mesh import SequenceAxes
+from plait.state import own_class
+
+_LENGTH = 13
+_TOLERANCE = 1e-9
+_OFF = "cp_size=1 and sp_size=1, with dp_shard_size or tp_size in their place"
+_PROVEN: set[tuple[Any, ...]] = set()
+"""What was proven in this process: class, config and sizes."""
+
+
+def check(module: nn.Module, config: ParallelismConfig) -> None:
+    """Refuse what cannot be shared, before anything is changed.
+
+    Raises:
+        LayoutError: A setting of the handlers is not built.
+        PlanError: The module's attention is none that plait can share.
+    """
+    handler = config.sp_handler
+    kernel = None if handler is None else handler.sp_attn_implementation
+    if kernel not in (None, "sdpa"):
+        raise LayoutError(
+            f"sp_attn_implementation={kernel!r}:",
+            "its block kernel is not built in this version of plait",
+            "sp_attn_implementation='sdpa', or None",
+        )
+    refuse_unshareable(module)
+
+
+def install(module: Any) -> None:
+    """Let a model's attention be plait's."""
+    register()
+    module.set_attn_implementation(NAME)
+
+
+def prove(module: nn.Module, axes: SequenceAxes, asked: Check) -> None:
+    """Show on a small copy that the ranks compute together what one computes alone.
+
+    Whatever else than attention mixes tokens (convolutions, recurrences, pooling) shows in it.
+
+    Args:
+        module: The model.
+        axes: The ranks.
+        asked: As `check` of `parallelize`; False: nothing is proven.
+
+    Raises:
+        PlanError: The copy gives other numbers, or cannot be run; names the first module that does.
+
+    Comm: that of one forward, once for each class, config and sizes in a process.
+    """
+    kind, config = own_class(module), getattr(module, "config", None)
+    key = (kind, repr(config), axes.cp_size, axes.sp_size)
+    if asked is False or key in _PROVEN:
+        return
+    problem = _difference(kind, config, axes)
+    told = [x for x in comm.exchange(problem, axes.both) if x]
+    if told:
+        raise PlanError(
+            f"cp_size {axes.cp_size} × sp_size {axes.sp_size} for {kind.__name__}:",
+            told[0],
+            [_OFF, "check=False: use it as it is"],
+        )
+    _PROVEN.add(key)
+
+
+def _difference(kind: type[nn.Module], config: Any, axes: SequenceAxes) -> str:
+    """Where a small copy differs when its sequences are shared; empty: nowhere."""
+    register()
+    try:
+        with small.quiet():
+            model: Any = small.small_model(kind, small.small_config(config))
+            ids = small.example_batch(model, batch=2, length=_LENGTH)["input_ids"]
+            ids = ids[:, :_LENGTH]
+            alone = _outputs(model, {"input_ids": ids})
+            model.set_attn_implementation(NAME)
+            return _compare(model, ids, alone, axes)
+    except Exception as error:  # whatever a model's own code raises
+        if current() is None and not isinstance(error, PlanError):
+            return f"a small copy of it cannot be run on text alone: {_line(error)}"
+        return _line(error)
+
+
+def _compare(model: Any, ids: Tensor, alone: dict[str, Tensor], axes: SequenceAxes) -> str:
+    from plait.attention import places_of
+
+    mine = places_of(ids.shape[1], axes.cp_size, axes.sp_size)[axes.place].index()
+    call, found = entered(model, (), {"input_ids": ids[:, mine]}, axes)
+    with shared(found):
+        together = _outputs(model, call)
+    for name, x in together.items():
+        whole = alone.get(name)
+        if whole is None or whole.ndim < 3 or whole.shape[1] != ids.shape[1]:
+            continue
+        if x.shape[1] != len(mine):
+            return f"{name or 'the model'} gives {x.shape[1]} tokens of {len(mine)}"
+        size = float(whole.abs().max()) or 1.0
+        if len(mine) and float((x - whole[:, mine]).abs().max()) > _TOLERANCE * size:
+            return (
+                f"{name or 'the model'} ({type(model.get_submodule(name)).__name__}) gives other "
+                "numbers on a part of the tokens: it mixes tokens in another way than attention"
+            )
+    return ""
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, call: dict[str, Any]) -> dict[str, Tensor]:
+    """What each module returned, in the order in which they ended."""
+    found: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        def hook(part: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            logits = getattr(output, "logits", getattr(output, "last_hidden_state", None))
+            value = first if isinstance(first, Tensor) else logits
+            if isinstance(value, Tensor):
+                found[name] = value.detach()
+
+        return hook
+
+    hooks = [part.register_forward_hook(note(name)) for name, part in model.named_modules()]
+    try:
+        model(**call)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
