@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         AutoModelForSpeechSeq2Seq,
         AutoModelForTokenClassification,
     )
-    from plait.build import DerivedPlan, derive_plan, parallelize
+    from plait.build import DerivedPlan, derive_plan, parallelize, use_attention
     from plait.consistency import Guard, guard
     from plait.errors import (
         CheckpointError,
@@ -38,7 +38,12 @@ if TYPE_CHECKING:
     from plait.state import full_grads, full_state_dict, gathered, held_fraction
     from plait.styles import ALL_PARALLEL_STYLES, ParallelInterface, TensorParallelLayer
     from plait.surgery import adopt
-    from plait.train import Accelerator
+    from plait.train import (
+        Accelerator,
+        SequenceParallelLoader,
+        UlyssesSPDataLoaderAdapter,
+        split_batch,
+    )
 
 __version__ = "0.1.0"
 
@@ -54,7 +59,7 @@ _HOMES = {
         "AutoModelForSpeechSeq2Seq",
         "AutoModelForTokenClassification",
     ),
-    "plait.build": ("DerivedPlan", "derive_plan", "parallelize"),
+    "plait.build": ("DerivedPlan", "derive_plan", "parallelize", "use_attention"),
     "plait.consistency": ("Guard", "guard"),
     "plait.errors": (
         "CheckpointError",
@@ -73,7 +78,12 @@ _HOMES = {
     "plait.state": ("full_grads", "full_state_dict", "gathered", "held_fraction"),
     "plait.styles": ("ALL_PARALLEL_STYLES", "ParallelInterface", "TensorParallelLayer"),
     "plait.surgery": ("adopt",),
-    "plait.train": ("Accelerator",),
+    "plait.train": (
+        "Accelerator",
+        "SequenceParallelLoader",
+        "UlyssesSPDataLoaderAdapter",
+        "split_batch",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -101,7 +111,9 @@ __all__ = [
     "PlanError",
     "RankError",
     "SequenceParallelConfig",
+    "SequenceParallelLoader",
     "TensorParallelLayer",
+    "UlyssesSPDataLoaderAdapter",
     "WeightsError",
     "adopt",
     "checkpoint",
@@ -113,7 +125,9 @@ __all__ = [
     "held_fraction",
     "loss",
     "parallelize",
+    "split_batch",
     "styles",
+    "use_attention",
 ]
 
 

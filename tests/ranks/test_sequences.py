@@ -10,6 +10,7 @@ from plait.attention import places_of
 from plait.proof.numbers import exact
 from plait.state import state_of
 from plait.testing import add_noise, tiny
+from tests import attention_models
 
 LAYOUTS = {
     2: [{"sp_size": 2}, {"cp_size": 2}],
@@ -53,9 +54,10 @@ def part(batch: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
 def check(
     name: str, sizes: dict[str, int], kind: str, length: int = 15, rows: int = 2, **fields: Any
 ) -> None:
-    whole = add_noise(tiny.model(name, **fields)).train()
-    whole.set_attn_implementation("plait" if kind == "packed" else "sdpa")
-    split = add_noise(tiny.model(name, **fields)).train()
+    whole = attention_models.model(name, **fields)
+    if kind == "packed":
+        plait.use_attention(whole)  # proven by itself in tests/unit/test_hf_attention.py
+    split = attention_models.model(name, **fields)
     plait.parallelize(split, plait.DistributedConfig(**sizes))
     state = state_of(split)
     groups = 1 if state.sequences.samples is None else state.sequences.samples.size()
@@ -67,7 +69,7 @@ def check(
         output.loss.backward()
     together = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
     with exact():
-        wanted = whole(**together)
+        wanted = whole(**together, use_cache=False)
         wanted.loss.backward()
     assert abs(output.loss.item() - wanted.loss.item()) < 1e-10
     rows_of = slice(group * rows, (group + 1) * rows)
@@ -87,3 +89,101 @@ def check(
 def test_llama(kind: str, world_size: int) -> None:
     for sizes in LAYOUTS[world_size]:
         check("llama", sizes, kind)
+
+
+MODELS = {
+    "gemma3_text": {},  # alternating windows, shorter than a rank's part
+    "mistral": {"sliding_window": 9},  # longer than a rank's part
+    "qwen2": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
+    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 1},
+    "phi3": {},
+    "olmo2": {"num_key_value_heads": 24},
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, world_size: int) -> None:
+    kinds = ("full", "packed", "left", "right")
+    cases = [(7, 1), (15, 2), (30, 3), (32, 1)]
+    for number, sizes in enumerate(LAYOUTS[world_size]):
+        turn = number + list(MODELS).index(name)
+        length, rows = cases[turn % 4]
+        check(name, sizes, kinds[(turn + world_size) % 4], length, rows, **MODELS[name])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", LAYOUTS[2], ids=str)
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text", "mixtral", "cohere", "glm4"])
+def test_more_models(name: str, sizes: dict[str, int]) -> None:
+    for kind in ("packed", "left"):
+        check(name, sizes, kind)
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Sequences of one length, some of whose labels count."""
+
+    def __init__(self, count: int, length: int = 11) -> None:
+        self.rows = [batch_of("full", length, 1, seed) for seed in range(count)]
+        for number, row in enumerate(self.rows):
+            row["labels"][0, : number % length] = -100
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {key: x[0] for key, x in self.rows[at].items()}
+
+
+def trained(sizes: dict[str, int], steps: int, accumulate: int = 1) -> Any:
+    """Weights and losses after training over a layout by the plain loop."""
+    accelerator = plait.Accelerator(
+        plait.DistributedConfig(**sizes), gradient_accumulation_steps=accumulate
+    )
+    model = add_noise(tiny.model("llama")).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ranks = accelerator.num_data_ranks
+    data = torch.utils.data.DataLoader(Samples(steps * 2), batch_size=2 // ranks)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    with exact():
+        for batch in data:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                losses.append(loss.item())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    return plait.full_state_dict(model), losses
+
+
+def alone(steps: int, accumulate: int = 1) -> Any:
+    """The same in one process."""
+    model = add_noise(tiny.model("llama")).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = list(torch.utils.data.DataLoader(Samples(steps * 2), batch_size=2))
+    losses = []
+    with exact():
+        for start in range(0, len(data), accumulate):
+            window = data[start : start + accumulate]
+            counts = [int((x["labels"][:, 1:] != -100).sum()) for x in window]
+            for batch, count in zip(window, counts, strict=True):
+                loss = model(**batch).loss
+                losses.append(loss.item())
+                (loss * count / sum(counts)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict(), losses
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_plain_loop_trains_as_one_process(accumulate: int, world_size: int) -> None:
+    wanted, losses = alone(4, accumulate)
+    for sizes in LAYOUTS[world_size]:
+        found, mine = trained(sizes, 4, accumulate)
+        assert max(abs(a - b) for a, b in zip(mine, losses, strict=True)) < 1e-10
+        for key, x in wanted.items():
+            assert (found[key] - x).abs().max() < 1e-10, key

@@ -81,6 +81,7 @@ def meet(
     shape: tuple[int, int],
     device: torch.device,
     *,
+    ids: Tensor | None = None,
     positions: Tensor | None = None,
     mask: Tensor | None = None,
     labels: Tensor | None = None,
@@ -91,6 +92,7 @@ def meet(
         axes: The ranks.
         shape: `(batch, seq_local)` of this rank.
         device: Where its tokens are.
+        ids: `[batch, seq_local]`, the tokens, if they are numbers.
         positions: `[batch or 1, seq_local]`, if it was given any.
         mask: `[batch, seq_local]`, 0 where a token is padding, if it was given one.
         labels: `[batch, seq_local]`, if they have to be shifted.
@@ -103,20 +105,23 @@ def meet(
             [`places_of`][plait.attention.places_of]. All ranks raise it.
         RankError: The ranks hold different numbers of sequences, or one of them does not come.
 
-    Comm: one all-gather of four integers for each token.
+    Comm: one all-gather of five integers for each token.
     """
     batch, length = shape
-    told = torch.zeros(batch, length, 4, dtype=torch.int64, device=device)
+    told = torch.zeros(batch, length, 5, dtype=torch.int64, device=device)
     given = 0
     for place, (flag, x) in enumerate(((_POSITIONS, positions), (_MASK, mask), (_LABELS, labels))):
         if x is not None:
             given |= flag
             told[..., place] = x
     told[..., 3] = given
+    if ids is not None:
+        told[..., 4] = ids
     whole, lengths = comm.all_gather_sized(told, axes.both, 1)
     tokens = places_of(sum(lengths), axes.cp_size, axes.sp_size)
     flags = [int(x[0, 0, 3]) if x.numel() else None for x in whole.split(list(lengths), 1)]
     _check(axes, lengths, tokens, flags)
+    _refuse_copies(axes, whole[..., 4].split(list(lengths), 1))
     order = torch.cat([held.index() for held in tokens]).to(device)
     in_order = torch.empty_like(whole)
     in_order[:, order] = whole
@@ -160,6 +165,25 @@ def _check(
             if flag is not None
         ]
         raise PlaitError(asked, ["they were given different arguments", *rows])
+
+
+def _refuse_copies(axes: SequenceAxes, parts: Sequence[Tensor]) -> None:
+    """Refuse parts that are all the same: whole batches that nobody has split."""
+    first = parts[0]
+    if (
+        first.shape[1] > 1
+        and all(torch.equal(x, first) for x in parts)
+        and bool(first.diff().any())
+    ):
+        raise PlaitError(
+            f"A forward over sequences that {len(parts)} ranks share:",
+            "all of them were given the same tokens: the batch was not split",
+            (
+                "plait.SequenceParallelLoader(loader, accelerator) splits batches",
+                "plait.split_batch(batch, model) splits one",
+                "plait.gathered(model): forwards over whole sequences, each rank by itself",
+            ),
+        )
 
 
 def documents_of(positions: Tensor) -> Tensor | None:

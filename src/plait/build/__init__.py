@@ -2,8 +2,9 @@
 
 from plait.build.axes import tp_axis
 from plait.build.checks import check
-from plait.build.compose import mesh_for, parallelize, plan_for
+from plait.build.compose import mesh_for, parallelize, plan_for, sequence_axes_for
 from plait.build.rules import DerivedPlan, derive_plan
+from plait.build.sharing import use_attention
 
 __all__ = [
     "DerivedPlan",
@@ -12,5 +13,7 @@ __all__ = [
     "mesh_for",
     "parallelize",
     "plan_for",
+    "sequence_axes_for",
+    "use_attention",
     "tp_axis",
 ]

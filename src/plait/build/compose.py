@@ -119,15 +119,12 @@ def parallelize(
         return module
     if device_mesh is not None:
         agree(module, asked, mesh)
-    axes = _sequence_axes(module, config, mesh)
+    axes = sequence_axes_for(config, mesh)
     followers, tp_mesh = Followers(module), tp_axis(mesh)
     chosen = tp_plan if tp_plan is not None else getattr(config, "tp_plan", None)
     if check is None:
         check = getattr(config, "check_plan", True)
-    if fsdp_axes(mesh) is not None:
-        words = f"{own_class(module).__name__} sharded over data ranks:"
-        refuse_quantized(module, words, "tp_size alone; adapters on it are trained so")
-        groups_for(module, config)  # refuses now what it will refuse at the end
+    _refuse_early(module, mesh, config)
     if tp_mesh.size() == 1 and mesh.size() > 1:
         plan = _plan(names_of(module), Rules({}), {}, 1)  # nothing is cut but by data parallelism
     else:
@@ -153,6 +150,16 @@ def parallelize(
     return module
 
 
+def _refuse_early(module: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> None:
+    """What later steps would refuse, before anything is changed."""
+    if config.cp_size * config.sp_size > 1:
+        sharing.check(module, config)
+    if fsdp_axes(mesh) is not None:
+        words = f"{own_class(module).__name__} sharded over data ranks:"
+        refuse_quantized(module, words, "tp_size alone; adapters on it are trained so")
+        groups_for(module, config)  # refuses now what it will refuse at the end
+
+
 def _split(
     module: nn.Module,
     plan: Plan,
@@ -173,7 +180,7 @@ def _split(
         mesh, tp_mesh, plan, layouts, config, shard_axis(mesh), data_axis(mesh), axes
     )
     if axes is not None:
-        sharing.install(module)
+        sharing.use_attention(module)
     if sequences is not None:
         sequence.install(module, sequences, tp_mesh)
     install_root(module)
@@ -290,14 +297,17 @@ def mesh_for(config: ParallelismConfig, device_type: str | None = None) -> Devic
     return meshes.build(layout, device.type)
 
 
-def _sequence_axes(
-    module: nn.Module, config: ParallelismConfig, mesh: DeviceMesh
-) -> meshes.SequenceAxes | None:
+def sequence_axes_for(config: ParallelismConfig, mesh: DeviceMesh) -> meshes.SequenceAxes | None:
     """The ranks that share sequences, as a config asks; None where none are to.
+
+    Args:
+        config: The sizes.
+        mesh: The one of the config.
 
     Raises:
         LayoutError: The mesh is another than the config's.
-        PlanError: The module's attention cannot be shared.
+
+    Comm: the groups of the axes are formed at the first call for a layout. All ranks must call.
     """
     if config.cp_size * config.sp_size == 1:
         return None
@@ -311,7 +321,6 @@ def _sequence_axes(
             f"ranks that share sequences are shards: the mesh of this config is {folded}",
             "leave device_mesh out: the mesh is made from the config",
         )
-    sharing.check(module, config)
     return meshes.sequence_axes(layout, mesh.device_type)
 
 

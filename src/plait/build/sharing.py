@@ -40,10 +40,28 @@ def check(module: nn.Module, config: ParallelismConfig) -> None:
     refuse_unshareable(module)
 
 
-def install(module: Any) -> None:
-    """Let a model's attention be plait's."""
+def use_attention(model: Any) -> Any:
+    """Let a model's attention be computed by blocks of what its masks allow, on one rank or many.
+
+    Packed documents (positions that begin anew, no attention mask) are then apart, and cost their
+    own work. `model.set_attn_implementation("sdpa")` takes it back. Other models are not touched.
+
+    Args:
+        model: A model of transformers, split or not. With `cp_size` or `sp_size` above 1
+            `parallelize` does it by itself.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        PlanError: Its attention does not go through transformers' interface.
+
+    Comm: none.
+    """
+    refuse_unshareable(model)
     register()
-    module.set_attn_implementation(NAME)
+    model.set_attn_implementation(NAME)
+    return model
 
 
 def prove(module: nn.Module, axes: SequenceAxes, asked: Check) -> None:

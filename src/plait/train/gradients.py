@@ -101,7 +101,7 @@ class Gradients(States):
 
         Comm: one all-reduce of a number, if the losses were not means over all ranks already.
         """
-        return self.window.mean_loss(self.places.data_mesh)
+        return self.window.mean_loss(self.places.token_mesh)
 
     def clip_grad_norm_(
         self,

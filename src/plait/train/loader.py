@@ -17,6 +17,7 @@ from plait.train import batches as contents
 from plait.train import sources
 from plait.train.agreement import compare_first
 from plait.train.places import Places
+from plait.train.sequences import SplitRules, split_batch
 from plait.train.turns import Turn, with_last
 
 Batches = Iterator[tuple[Any, Turn]]
@@ -221,6 +222,8 @@ def data_loader(
         non_blocking: Do not wait for the copies, which needs pinned memory.
         running: Where it notes that it is iterated.
 
+    Where ranks share sequences each gets its own tokens of the batches, as `split_batch` has it.
+
     Returns:
         The loader. It also has `set_epoch`, `state_dict`, `load_state_dict`.
 
@@ -241,8 +244,13 @@ def data_loader(
     else:
         source = sources.IndexedSource(loader, places, agreed, split_batches)
 
+    axes = places.sequences
+    handler = places.config.sp_handler
+    rules = SplitRules(length=None if handler is None else handler.sp_seq_length)
+
     def place(batch: Any) -> Any:
-        return batch if device is None else contents.to_device(batch, device, non_blocking)
+        batch = batch if device is None else contents.to_device(batch, device, non_blocking)
+        return batch if axes is None else split_batch(batch, axes, rules)
 
     return DataRankLoader(loader, source, places, place, running)
 

@@ -26,7 +26,10 @@ class Places:
         mesh: All axes; None in one process.
         data_mesh: The ranks that see other samples than this one, as one axis, this rank included.
             None where there is only this one.
-        tp_mesh: The ranks that see the same samples, likewise.
+        tp_mesh: The ranks that see the same samples, likewise: those that share layers, and those
+            that share sequences.
+        sequences: The latter; None: nobody shares sequences.
+        token_mesh: The ranks that see other tokens, of the same samples or others.
     """
 
     world: World
@@ -35,6 +38,8 @@ class Places:
     mesh: DeviceMesh | None = None
     data_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
+    sequences: meshes.SequenceAxes | None = None
+    token_mesh: DeviceMesh | None = None
 
     @property
     def data_rank(self) -> int:
@@ -51,8 +56,8 @@ class Places:
         """The sizes in words."""
         if self.mesh is None:
             return "one process"
-        names = self.mesh.mesh_dim_names or ()
-        return factors(dict(zip(names, self.mesh.shape, strict=True)))
+        mesh = self.mesh if self.sequences is None else self.sequences.mesh
+        return factors(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
 
     def exchange_grid(self, obj: Any) -> list[list[Any]]:
         """Every rank's object: for each place on the tensor-parallel axis those of the data axis.
@@ -130,10 +135,14 @@ def places_on(
     names = mesh.mesh_dim_names or ()
     tp_mesh = meshes.axis(mesh, "tp") if "tp" in names else None
     others = tuple(name for name in names if name != "tp")
-    data_mesh = meshes.flat(mesh, others) if others else None
-    return Places(
-        environment.world(), device, config, mesh, _of_several(data_mesh), _of_several(tp_mesh)
-    )
+    token_mesh = data_mesh = meshes.flat(mesh, others) if others else None
+    axes = build.sequence_axes_for(config, mesh)
+    if axes is not None:
+        data_mesh = axes.samples
+        have = axes.mesh.mesh_dim_names or ()
+        tp_mesh = meshes.flat(axes.mesh, [name for name in have if name in ("cp", "sp", "tp")])
+    data_mesh, tp_mesh, token_mesh = map(_of_several, (data_mesh, tp_mesh, token_mesh))
+    return Places(environment.world(), device, config, mesh, data_mesh, tp_mesh, axes, token_mesh)
 
 
 def _of_several(mesh: DeviceMesh | None) -> DeviceMesh | None:

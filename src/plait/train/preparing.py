@@ -15,6 +15,7 @@ from plait import build
 from plait.consistency import fingerprints
 from plait.errors import LayoutError, PlaitError
 from plait.layout import factors
+from plait.mesh import SequenceAxes
 from plait.run import progress
 from plait.state import state_of
 from plait.train.places import Places
@@ -90,7 +91,10 @@ def prepare_model(model: nn.Module, places: Places, replaced: Replaced) -> nn.Mo
     name = type(model).__name__
     if state is not None:
         have, want = _sizes(state.mesh), _sizes(places.mesh)
-        if have != want:
+        shared = [
+            (x.cp_size, x.sp_size) if x else (1, 1) for x in (state.sequences, places.sequences)
+        ]
+        if have != want or shared[0] != shared[1]:
             raise LayoutError(
                 f"prepare({name}) on {places.layout}:",
                 f"it was split over {factors(have) or 'one process'}, the Accelerator has "
@@ -130,6 +134,11 @@ def _sizes(mesh: DeviceMesh | None) -> dict[str, int]:
     names = () if mesh is None else mesh.mesh_dim_names or ("tp",)
     shape = () if mesh is None else mesh.shape
     return {name: size for name, size in zip(names, shape, strict=True) if size > 1}
+
+
+def _shared(axes: SequenceAxes | None) -> tuple[int, int]:
+    """Over how many ranks sequences are split: cp and sp."""
+    return (1, 1) if axes is None else (axes.cp_size, axes.sp_size)
 
 
 @torch.no_grad()

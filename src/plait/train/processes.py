@@ -34,7 +34,8 @@ class Processes:
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
         """The mesh of all axes, e.g. `torch_device_mesh["tp"]`; None in one process."""
-        return self.places.mesh
+        axes = self.places.sequences
+        return self.places.mesh if axes is None else axes.mesh
 
     @property
     def device(self) -> torch.device:

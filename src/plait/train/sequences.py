@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from plait.attention import Tokens, places_of
-from plait.errors import PlaitError
+from plait.errors import LayoutError, PlaitError
 from plait.mesh import SequenceAxes
+from plait.state import state_of
 from plait.train.batches import IGNORED
 
 _TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "position_ids")
@@ -49,7 +51,34 @@ class SplitRules:
     fill: Mapping[str, float] = field(default_factory=dict)
 
 
-def split_batch(batch: Any, axes: SequenceAxes, rules: SplitRules | None = None) -> SplitBatch:
+def axes_of(where: Any) -> SequenceAxes:
+    """The ranks that share sequences.
+
+    Args:
+        where: A model that was split, an `Accelerator`, its `Places`, or the axes themselves.
+
+    Raises:
+        LayoutError: It is none of these, or its layout has cp_size 1 and sp_size 1.
+    """
+    if isinstance(where, SequenceAxes):
+        return where
+    found = getattr(where, "places", where)
+    if isinstance(where, nn.Module):
+        found = state_of(where)
+    axes = getattr(found, "sequences", None)
+    if isinstance(axes, SequenceAxes):
+        return axes
+    known = found is not None and hasattr(found, "sequences")
+    raise LayoutError(
+        f"The ranks that share sequences, of a {type(where).__name__}:",
+        "its layout has cp_size 1 and sp_size 1: no sequence is split"
+        if known
+        else "it says nothing of them",
+        "an Accelerator or a model with cp_size or sp_size above 1",
+    )
+
+
+def split_batch(batch: Any, where: Any, rules: SplitRules | None = None) -> SplitBatch:
     """This rank's tokens of a batch that all ranks of the sequence hold.
 
     Positions are kept, or made by counting. Labels are shifted before anything is cut, so that the
@@ -59,7 +88,7 @@ def split_batch(batch: Any, axes: SequenceAxes, rules: SplitRules | None = None)
     Args:
         batch: A mapping with `input_ids` or `inputs_embeds` `[batch, seq(, hidden)]`, and what
             belongs to them. One that is split already is returned as it is.
-        axes: The ranks that share the sequences.
+        where: The ranks that share the sequences: a model, an `Accelerator`, or as `axes_of`.
         rules: How; None: the defaults.
 
     Returns:
@@ -67,6 +96,7 @@ def split_batch(batch: Any, axes: SequenceAxes, rules: SplitRules | None = None)
         in their place.
 
     Raises:
+        LayoutError: Nobody shares sequences there.
         PlaitError: It is no mapping, it holds no tokens, its sequences are longer than
             `rules.length`, or a key has no dim of their length.
 
@@ -74,7 +104,7 @@ def split_batch(batch: Any, axes: SequenceAxes, rules: SplitRules | None = None)
     """
     if isinstance(batch, SplitBatch):
         return batch
-    rules = rules or SplitRules()
+    axes, rules = axes_of(where), rules or SplitRules()
     whole, length = with_targets(batch, rules)
     tokens = places_of(length, axes.cp_size, axes.sp_size)[axes.place]
     index = tokens.index()

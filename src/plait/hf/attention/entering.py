@@ -60,7 +60,7 @@ def entered(
         PlaitError: There are no tokens, a cache or a mask of more than two dims, or the ranks were
             given what does not fit.
 
-    Comm: one all-gather of four integers for each token.
+    Comm: one all-gather of five integers for each token.
     """
     names = _parameters(type(model).forward)
     call = dict(zip(names[1:], args, strict=False)) | kwargs
@@ -83,6 +83,7 @@ def entered(
         axes,
         (tokens.shape[0], tokens.shape[1]),
         tokens.device,
+        ids=ids,
         positions=flat,
         mask=mask,
         labels=labels if shifts else None,

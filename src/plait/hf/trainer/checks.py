@@ -42,6 +42,8 @@ def check(args: Any, state: ParallelState, *, is_sft: bool = False) -> None:
 
 
 def _problems(args: Any, state: ParallelState) -> Iterator[str]:
+    if state.sequences is not None:
+        yield "cp_size or sp_size: its batches are not split along the sequence; use Accelerator"
     ranks = state.mesh.size()
     if args.world_size != ranks:
         yield f"it runs on {args.world_size} process(es), the model lies on {ranks} rank(s)"
