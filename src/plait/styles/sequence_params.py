@@ -125,6 +125,31 @@ def _term_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output + once.to(output.dtype)
 
 
+def follow_tokens(base: nn.Module, module: nn.Module) -> None:
+    """Sum the gradients of what scales a row-parallel layer's output, if that is a rank's tokens.
+
+    Args:
+        base: The layer.
+        module: Holds the parameters that act on its output.
+    """
+    part: Part | None = base.__dict__.get(_ROW)
+    if part is not None:
+        sum_gradients(module, part.tokens)
+
+
+def follow_copied(original: nn.Module, copied: nn.Module) -> None:
+    """Sum the gradients of a copy of a module where those of the module are summed.
+
+    Args:
+        original: The module.
+        copied: A copy that is called in its place, with the same tokens.
+    """
+    before, after = (part.__dict__.get("_plait_border") for part in (original, copied))
+    if before is not None and after is not None and isinstance(before.grads, WhileSplit):
+        known = before.grads
+        after.grads = WhileSplit(known.tokens, known.names, known.otherwise)
+
+
 def follow_row(base: nn.Module, first: nn.Module, second: nn.Module) -> None:
     """Let two factors beside a row-parallel layer leave what the layer leaves.
 

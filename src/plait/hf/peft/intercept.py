@@ -80,6 +80,8 @@ def _inject(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
     model = args[0] if args else kwargs["model"]
     if state_of(model) is None:
         return call(*args, **kwargs)
+    for config in tuner.peft_config.values():
+        refuse_tying(config, model)
     in_chunks(model)
     before = {id(part) for part, _ in look(model).parts.values()}
     had_config = hasattr(model, "peft_config")
@@ -140,6 +142,21 @@ def _refuse_variants(config: Any, model: Any) -> None:
             f"LoRA with {', '.join(asked)} on a split {own_class(model).__name__}:",
             "this variant computes with whole weights, of which each rank holds a part",
             ["LoRA, rsLoRA, DoRA, PiSSA and OLoRA work", "train it in one process"],
+        )
+
+
+def refuse_tying(config: Any, model: Any) -> None:
+    """Refuse adapters that PEFT itself ties to one another, as the weights are.
+
+    Raises:
+        PlaitError: The config asks for it, and the model's embedding and head are tied.
+    """
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if tied and getattr(config, "ensure_weight_tying", False):
+        raise PlaitError(
+            f"ensure_weight_tying=True with the tied weights of {own_class(model).__name__}:",
+            "adapters of a split embedding and of its head are cut each in its way, and not tied",
+            ["leave ensure_weight_tying out", "train it in one process"],
         )
 
 

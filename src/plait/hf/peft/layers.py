@@ -21,10 +21,11 @@ from plait.styles.heads import cut_of, rearranged
 from plait.styles.layer import rebind
 from plait.styles.params import LocalParams
 from plait.styles.randomness import split_randomness, whole_randomness
-from plait.styles.sequence_params import follow_row
+from plait.styles.sequence_params import follow_row, follow_tokens
 from plait.weights.slots import placed_like
 
 _MESH = "_plait_adapter_mesh"
+_ONLY_EXPERTS = "target_parameters reach weights of experts and of whole layers, and this is split"
 
 
 class Adapters:
@@ -48,11 +49,13 @@ class Adapters:
 
         if state.tp_size == 1:
             return {}
+        side = side_of(part.get_base_layer())
         if isinstance(part, lora.ParamWrapper):
+            if side in ("out", "in"):
+                raise refused(part, name, f"{_ONLY_EXPERTS}: name it in target_modules")
             if not experts.can_adapt(part):
                 raise refused(part, name, f"{part.parameter_name} is split by experts")
             return experts.styles(part)
-        side = side_of(part.get_base_layer())
         if side == "none":
             return {}
         if side in (None, "hidden"):
@@ -62,7 +65,7 @@ class Adapters:
         if isinstance(part, lora.Embedding):
             return _embedding(part)
         if isinstance(part, ia3.Linear):
-            return _vectors(part, side, state.tp_mesh)
+            return _vectors(part, name, side, state.tp_mesh)
         raise refused(part, name, "this kind of adapter works on whole layers only")
 
     def finish(self, part: Any, root: nn.Module, state: ParallelState) -> None:
@@ -90,6 +93,9 @@ class Adapters:
             rebind(part, _forward_on_local)
         if isinstance(part, lora.LoraLayer):
             dora.finish(part, side, state.tp_mesh)
+            vectors = getattr(part, "lora_magnitude_vector", {})
+            for vector in vectors.values() if side == "in" else ():
+                follow_tokens(base, vector)
 
 
 def check_kinds(parts: Mapping[str, Any]) -> None:
@@ -127,11 +133,14 @@ def _embedding(part: Any) -> dict[str, TensorParallelLayer]:
     return {"lora_embedding_A": AlongFeatures(part.get_base_layer(), 1)}
 
 
-def _vectors(part: Any, side: Side, mesh: DeviceMesh) -> dict[str, TensorParallelLayer]:
+def _vectors(part: Any, name: str, side: Side, mesh: DeviceMesh) -> dict[str, TensorParallelLayer]:
     """(IA)³ scales output features, as `[out, 1]`, or of a feed-forward layer the input's."""
     base = part.get_base_layer()
     if side != ("in" if part.is_feedforward else "out"):
         return {}
+    layouts = getattr(base.__dict__["_plait_border"].style, "output_layouts", None)
+    if side == "out" and layouts is not None and layouts.is_replicate():
+        raise refused(part, name, "its output is gathered, and (IA)³ scales what a rank computes")
     dim = 1 if part.is_feedforward else 0
     return {"ia3_l": along_heads(part.ia3_l, base, dim, mesh)}
 

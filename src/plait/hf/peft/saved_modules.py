@@ -15,6 +15,7 @@ from plait.hf.peft.styles import refused
 from plait.state import LAYOUT, ParallelState, own_class
 from plait.styles import TensorParallelLayer
 from plait.styles.params import set_param
+from plait.styles.sequence_params import follow_copied
 from plait.surgery.data_ranks import spread_over_data, without_chunks
 from plait.surgery.loading import layout_of
 from plait.weights.sharded import fsdp_shards
@@ -47,6 +48,7 @@ class SavedModules:
         original = dict(part.original_module.named_modules())
         for copied in part.modules_to_save.values():
             for name, module in copied.named_modules():
+                follow_copied(original[name], module)
                 for key, param in list(module._parameters.items()):
                     if not isinstance(param, DTensor):
                         continue
