@@ -221,7 +221,7 @@ def test_dora(name: str) -> None:
 @pytest.mark.parametrize("start", ["olora", "orthogonal", "gaussian"])
 def test_initial_values_made_of_the_weight(start: str) -> None:
     split, whole = pair_of_float32(init_lora_weights=start)
-    train(split, whole, steps=1, tolerance=1e-4, exactly=False)
+    train(split, whole, steps=1, tolerance=5e-4, exactly=False)
 
 
 def pair_of_float32(**lora: Any) -> tuple[Any, Any]:
