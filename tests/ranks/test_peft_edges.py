@@ -88,3 +88,27 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
     around = peft.get_peft_model(tied, config)
     with pytest.raises(PlaitError, match="ensure_weight_tying"):
         plait.parallelize(around, plait.DistributedConfig(tp_size=2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}], ids=str)
+def test_other_kinds_are_refused_before_anything_is_changed(layout: dict[str, int]) -> None:
+    whole: Any = add_noise(tiny.model("llama", **MODELS["llama"][1])).train()
+    split = plait.parallelize(copy.deepcopy(whole), plait.DistributedConfig(**layout))
+    names = ["q_proj", "down_proj"]
+    for config, match in (
+        (peft.LoHaConfig(target_modules=names), "LOHA"),
+        (peft.LNTuningConfig(target_modules=["norm"]), "LN_TUNING"),
+        (peft.OSFConfig(target_modules=["q_proj"]), "OSF"),
+        (peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1), "ADAPTION_PROMPT"),
+        (peft.LoraConfig(target_modules=names, init_lora_weights="eva"), "eva"),
+        (peft.LoraConfig(target_modules=names, layer_replication=[(0, 2), (1, 2)]), "replication"),
+    ):
+        with pytest.raises(PlaitError, match=match):
+            peft.get_peft_model(split, config)
+        before = copy.deepcopy(whole)
+        around = peft.get_peft_model(before, config) if match != "eva" else None
+        if around is not None:
+            with pytest.raises(PlaitError, match=match):
+                plait.parallelize(around, plait.DistributedConfig(**layout))
+    train(*adapted(split, whole, {"target_modules": ATTENTION}), steps=1)

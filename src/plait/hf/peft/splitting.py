@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.hf.peft.intercept import note_inside, refuse_tying
+from plait.hf.peft.intercept import note_inside, refuse_config
 from plait.hf.peft.on_parts import in_chunks
 from plait.hf.peft.saved_modules import copyable
 from plait.surgery import adopt
@@ -36,7 +36,7 @@ def split_with_adapters(module: nn.Module, split: Callable[[nn.Module], Any]) ->
     if not wrapped.parts and inner is module:
         return False
     for config in getattr(inner, "peft_config", getattr(module, "peft_config", {})).values():
-        refuse_tying(config, inner)
+        refuse_config(config, inner)
     if wrapped.parts:
         from plait.hf.peft.layers import check_kinds
 
