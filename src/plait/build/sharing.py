@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from plait import comm
-from plait.attention import current, shared
+from plait.attention import current, places_of, shared
 from plait.build.proven import Check
 from plait.errors import LayoutError, PlanError
 from plait.hf import small
 from plait.hf.attention import NAME, entered, refuse_unshareable, register
 from plait.layout import ParallelismConfig
 from plait.mesh import SequenceAxes
+from plait.proof.numbers import exact
 from plait.state import own_class
 
 _LENGTH = 13
@@ -98,7 +99,7 @@ def _difference(kind: type[nn.Module], config: Any, axes: SequenceAxes) -> str:
     """Where a small copy differs when its sequences are shared; empty: nowhere."""
     register()
     try:
-        with small.quiet():
+        with small.quiet(), exact():
             model: Any = small.small_model(kind, small.small_config(config))
             ids = small.example_batch(model, batch=2, length=_LENGTH)["input_ids"]
             ids = ids[:, :_LENGTH]
@@ -112,8 +113,6 @@ def _difference(kind: type[nn.Module], config: Any, axes: SequenceAxes) -> str:
 
 
 def _compare(model: Any, ids: Tensor, alone: dict[str, Tensor], axes: SequenceAxes) -> str:
-    from plait.attention import places_of
-
     mine = places_of(ids.shape[1], axes.cp_size, axes.sp_size)[axes.place].index()
     call, found = entered(model, (), {"input_ids": ids[:, mine]}, axes)
     with shared(found):
@@ -144,7 +143,7 @@ def _outputs(model: nn.Module, call: dict[str, Any]) -> dict[str, Tensor]:
             logits = getattr(output, "logits", getattr(output, "last_hidden_state", None))
             value = first if isinstance(first, Tensor) else logits
             if isinstance(value, Tensor):
-                found[name] = value.detach()
+                found[name] = value.detach().clone()  # what comes next may change it
 
         return hook
 

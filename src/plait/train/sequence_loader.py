@@ -111,10 +111,8 @@ class SequenceParallelLoader:
             yield from self.loader
             return
         skip, self._skip = self._skip, {"rounds": 0, "given": 0}
-        source, last = iter(self.loader), None
-        for _ in islice(source, skip["rounds"]):
-            pass
-        number = skip["rounds"]
+        source = iter(self.loader)
+        last, number = self._skipped(source, skip["rounds"]), skip["rounds"]
         while True:
             try:
                 batches = self._round(next(source, None), number)
@@ -133,15 +131,34 @@ class SequenceParallelLoader:
                     continue
                 given = batches[place] if place < len(batches) else last
                 if given is None:
-                    raise PlaitError(
-                        "A loader that gives this group of ranks no batch at all:",
-                        "other groups have some, and this one has none to keep in step with",
-                        "give every rank a sample",
-                    )
+                    raise self._nothing()
                 part = self._part(given)
                 yield part if place < len(batches) else without_labels(part)
             number += 1
         self._at = {"rounds": 0, "given": 0}
+
+    def _skipped(self, source: Iterator[Any], rounds: int) -> Any:
+        """The last batch of the rounds that are left out, of any of the ranks; None: there is none.
+
+        It is what keeps ranks in step that have no other.
+        """
+        last = None
+        for batch in islice(source, rounds):
+            last = batch
+        if not rounds:
+            return None
+        mine = None if last is None else map_tensors(lambda x: x.cpu(), last)
+        return next((x for x in comm.exchange(mine, self.axes.both) if x is not None), None)
+
+    def _nothing(self) -> PlaitError:
+        """The error that there is no batch to keep in step with, which all ranks hear of."""
+        error = PlaitError(
+            "A loader that gives this group of ranks no batch at all:",
+            "other groups have some, and this one has none to keep in step with",
+            "give every rank a sample",
+        )
+        comm.announce_failure(None, error)
+        return error
 
     def _part(self, batch: Any) -> SplitBatch:
         part = split_batch(batch, self.axes, self._rules)
