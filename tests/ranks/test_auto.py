@@ -193,8 +193,8 @@ def test_what_is_refused_before_anything_is_read(tmp_path: Path) -> None:
         auto.from_pretrained(path, device_map="auto", distributed_config=config())
     with pytest.raises(LayoutError, match="tp 4 alone, but WORLD_SIZE is 2"):
         auto.from_pretrained(path, distributed_config=plait.DistributedConfig(tp_size=4))
-    with pytest.raises(LayoutError, match=r"sp_size=2: sequence parallelism .* is not built"):
-        auto.from_pretrained(path, distributed_config=plait.DistributedConfig(sp_size=2))
+    with pytest.raises(LayoutError, match=r"ep_size=2: expert parallelism is not built"):
+        auto.from_pretrained(path, distributed_config=plait.DistributedConfig(ep_size=2))
     for weights in path.glob("*.safetensors"):  # names are refused without a weight file at hand
         if torch.distributed.get_rank() == 0:
             weights.rename(weights.with_suffix(".away"))

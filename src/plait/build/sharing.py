@@ -1,5 +1,6 @@
 """Sequences that ranks share: whether a model allows it, and what it needs for it."""
 
+import logging
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from plait.hf.attention import NAME, entered, refuse_unshareable, register
 from plait.layout import ParallelismConfig
 from plait.mesh import SequenceAxes
 from plait.proof.numbers import exact
+from plait.run import environment
 from plait.state import own_class
 
+_log = logging.getLogger("plait")
 _LENGTH = 13
 _TOLERANCE = 1e-9
 _OFF = "cp_size=1 and sp_size=1, with dp_shard_size or tp_size in their place"
+_TOLD: list[str] = []
 _PROVEN: set[tuple[Any, ...]] = set()
 """What was proven in this process: class, config and sizes."""
 
@@ -39,6 +43,11 @@ def check(module: nn.Module, config: ParallelismConfig) -> None:
             "sp_attn_implementation='sdpa', or None",
         )
     refuse_unshareable(module)
+    theirs = {"deepspeed": config.sp_backend, "torch": config.cp_backend}
+    named = [name for name, given in theirs.items() if name == given]
+    if named and environment.world().rank == 0 and not _TOLD:
+        _TOLD.append(", ".join(named))
+        _log.info("backend %s: plait's own Ulysses and ring attention, under that name", _TOLD[0])
 
 
 def use_attention(model: Any) -> Any:
