@@ -58,6 +58,7 @@ def test_training_memory():
     assert all(0 < row["of_the_step"] < row["peak"] for row in found.values())
 
 
+@pytest.mark.wide
 def test_loading():
     small = ["--layers", "1", "--hidden", "64", "--vocab", "96", "--shard", "100KB"]
     found = json.loads(run("loading.py", *small, "--rounds", "1", "--json", "-"))
@@ -77,6 +78,7 @@ def test_saving():
     assert all(rank["extra_bytes"] < found["largest_bytes"] + 20e6 for rank in ranks), ranks
 
 
+@pytest.mark.wide
 def test_tp_speedup(tmp_path):
     small = ["--layers", "1", "--hidden", "64", "--vocab", "96", "--sequence", "8", "--rounds", "1"]
     picture, times = tmp_path / "speedup.png", tmp_path / "times.json"
@@ -90,6 +92,7 @@ def test_tp_speedup(tmp_path):
     assert [(p["batch_size"], p["tp_size"]) for p in points] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
+@pytest.mark.wide
 def test_guard_cost():
     out = run("guard_cost.py", "--rounds", "6")
     figures = [float(line.split()[-2]) for line in out.splitlines() if line.endswith(" ms")]

@@ -42,7 +42,7 @@ def first_layers(num_layers: int, dtype: torch.dtype) -> Any:
     return model.to(dtype).eval()
 
 
-@pytest.mark.wide_ranks(2, 3)
+@pytest.mark.wide_ranks(3, 4)
 @pytest.mark.ranks(2, 3, 4, timeout=300)
 def test_greedy_tokens_are_those_of_one_process() -> None:
     file, num_ranks = model_file(), torch.distributed.get_world_size()

@@ -51,6 +51,7 @@ def trained(folder: Path, split: Any = None, *, ranks: int = 1, start: Any = Non
     return made
 
 
+@pytest.mark.wide_ranks(4)
 @pytest.mark.ranks(2, 4)
 def test_curves_files_and_a_resumption(world_size: int, tmp_path: Path) -> None:
     folder = shared(tmp_path)
