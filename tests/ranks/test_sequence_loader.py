@@ -256,3 +256,53 @@ def test_samples_of_a_fixed_length() -> None:
     data = accelerator.prepare(torch.utils.data.DataLoader(Samples(4), batch_size=2))
     lengths = [batch["input_ids"].shape[1] for batch in data]
     assert lengths == [8, 8] and accelerator.torch_device_mesh["sp"].size() == 2
+
+
+def bert(kind: str) -> Any:
+    from transformers import (
+        AutoConfig,
+        BertForMaskedLM,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+    )
+
+    kinds = {
+        "masked": BertForMaskedLM,
+        "token": BertForTokenClassification,
+        "sequence": BertForSequenceClassification,
+    }
+    config = AutoConfig.for_model(
+        "bert",
+        **{**tiny.SIZES, "num_key_value_heads": None},
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=96,
+    )
+    torch.manual_seed(0)
+    return add_noise(kinds[kind](config).double()).train()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", [{"sp_size": 2}, {"cp_size": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["masked", "token"])
+def test_models_that_look_both_ways(kind: str, sizes: dict[str, int]) -> None:
+    whole, split = bert(kind), plait.parallelize(bert(kind), plait.DistributedConfig(**sizes))
+    batch = batch_of("right", 13, 2, 0)
+    with exact():
+        mine = split_batch(batch, split, SplitRules(shift=False))
+        loss, wanted = split(**mine).loss, whole(**batch).loss
+        loss.backward()
+        wanted.backward()
+    assert abs(loss.item() - wanted.item()) < 1e-10
+    grads = plait.full_grads(split)
+    for key, param in whole.named_parameters():
+        if param.grad is not None:
+            assert (grads[key] - param.grad).abs().max() < 1e-10, key
+    with pytest.raises(PlaitError, match=r"SplitRules\(shift=False\)"):
+        split(**split_batch(batch, split))
+
+
+@pytest.mark.ranks(2)
+def test_outputs_that_are_made_of_several_tokens_are_refused() -> None:
+    with pytest.raises(plait.PlanError, match=r"one for each token|mixes tokens"):
+        plait.parallelize(bert("sequence"), plait.DistributedConfig(sp_size=2))

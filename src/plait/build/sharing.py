@@ -1,5 +1,7 @@
 """Sequences that ranks share: whether a model allows it, and what it needs for it."""
 
+import contextlib
+import inspect
 import logging
 from typing import Any
 
@@ -13,6 +15,7 @@ from plait.errors import LayoutError, PlanError
 from plait.hf import small
 from plait.hf.attention import NAME, entered, refuse_unshareable, register
 from plait.layout import ParallelismConfig
+from plait.loss import asking
 from plait.mesh import SequenceAxes
 from plait.proof.numbers import exact
 from plait.run import environment
@@ -21,6 +24,7 @@ from plait.state import own_class
 _log = logging.getLogger("plait")
 _LENGTH = 13
 _TOLERANCE = 1e-9
+_LOSS = "its loss is"
 _OFF = "cp_size=1 and sp_size=1, with dp_shard_size or tp_size in their place"
 _TOLD: list[str] = []
 _PROVEN: set[tuple[Any, ...]] = set()
@@ -94,11 +98,11 @@ def prove(module: nn.Module, axes: SequenceAxes, asked: Check) -> None:
     if asked is False or key in _PROVEN:
         return
     problem = _difference(kind, config, axes)
-    told = [x for x in comm.exchange(problem, axes.both) if x]
+    told: list[str] = [x for x in comm.exchange(problem, axes.both) if x]
     if told:
         raise PlanError(
             f"cp_size {axes.cp_size} × sp_size {axes.sp_size} for {kind.__name__}:",
-            told[0],
+            min(told, key=lambda text: text.startswith(_LOSS)),  # a module's name says more
             [_OFF, "check=False: use it as it is"],
         )
     _PROVEN.add(key)
@@ -112,23 +116,38 @@ def _difference(kind: type[nn.Module], config: Any, axes: SequenceAxes) -> str:
             model: Any = small.small_model(kind, small.small_config(config))
             ids = small.example_batch(model, batch=2, length=_LENGTH)["input_ids"]
             ids = ids[:, :_LENGTH]
-            alone = _outputs(model, {"input_ids": ids})
+            call = {"input_ids": ids}
+            expected = _outputs(model, call)
+            if "labels" in inspect.signature(type(model).forward).parameters:
+                labels = {"labels": ids.masked_fill(ids % 3 == 0, -100)}
+                with contextlib.suppress(ValueError, RuntimeError, IndexError):  # of other kinds
+                    expected = _outputs(model, call | labels)
+                    call |= labels
             model.set_attn_implementation(NAME)
-            return _compare(model, ids, alone, axes)
+            return _compare(model, call, expected, axes)
     except Exception as error:  # whatever a model's own code raises
         if current() is None and not isinstance(error, PlanError):
             return f"a small copy of it cannot be run on text alone: {_line(error)}"
         return _line(error)
 
 
-def _compare(model: Any, ids: Tensor, alone: dict[str, Tensor], axes: SequenceAxes) -> str:
+def _compare(
+    model: Any,
+    call: dict[str, Tensor],
+    expected: tuple[dict[str, Tensor], Tensor | None],
+    axes: SequenceAxes,
+) -> str:
+    alone, loss = expected
+    ids = call["input_ids"]
     mine = places_of(ids.shape[1], axes.cp_size, axes.sp_size)[axes.place].index()
-    call, found = entered(model, (), {"input_ids": ids[:, mine]}, axes)
+    own, found = entered(model, (), {key: x[:, mine] for key, x in call.items()}, axes)
     with shared(found):
-        together = _outputs(model, call)
+        together, own_loss = _outputs(model, own, axes)
     for name, x in together.items():
         whole = alone.get(name)
         if whole is None or whole.ndim < 3 or whole.shape[1] != ids.shape[1]:
+            if not name:
+                return "its output is not one for each token: it is made of several of them"
             continue
         if x.shape[1] != len(mine):
             return f"{name or 'the model'} gives {x.shape[1]} tokens of {len(mine)}"
@@ -138,12 +157,16 @@ def _compare(model: Any, ids: Tensor, alone: dict[str, Tensor], axes: SequenceAx
                 f"{name or 'the model'} ({type(model.get_submodule(name)).__name__}) gives other "
                 "numbers on a part of the tokens: it mixes tokens in another way than attention"
             )
+    if loss is not None and (own_loss is None or abs(float(own_loss - loss)) > 1e-6):
+        return f"{_LOSS} {own_loss}, that of one process {loss}: it is no mean over tokens"
     return ""
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, call: dict[str, Any]) -> dict[str, Tensor]:
-    """What each module returned, in the order in which they ended."""
+def _outputs(
+    model: nn.Module, call: dict[str, Any], axes: SequenceAxes | None = None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """What each module returned, in the order in which they ended; and the loss, of all ranks."""
     found: dict[str, Tensor] = {}
 
     def note(name: str) -> Any:
@@ -158,11 +181,11 @@ def _outputs(model: nn.Module, call: dict[str, Any]) -> dict[str, Tensor]:
 
     hooks = [part.register_forward_hook(note(name)) for name, part in model.named_modules()]
     try:
-        model(**call)
+        output = asking.call(model, model, (), call, None if axes is None else axes.both)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return found, getattr(output, "loss", None)
 
 
 def _line(error: Exception) -> str:

@@ -37,6 +37,8 @@ class SplitRules:
     Attributes:
         length: What every sequence is padded to; None: as long as it is.
         multiple: Lengths are padded to a multiple of this.
+        shift: Whether labels are tokens of which each predicts the next, as for causal language
+            models; False: each label is that of its own token.
         dims: Key → the dim along which its tensor is split; None: it stays whole. Keys that are not
             named are split where a dim is as long as the sequences.
         pad_token_id: What `input_ids` are padded with.
@@ -46,6 +48,7 @@ class SplitRules:
 
     length: int | None = None
     multiple: int = 1
+    shift: bool = True
     dims: Mapping[str, int | None] = field(default_factory=dict)
     pad_token_id: int = 0
     fill: Mapping[str, float] = field(default_factory=dict)
@@ -130,7 +133,8 @@ def with_targets(batch: Any, rules: SplitRules) -> tuple[dict[str, Any], int]:
     if positions is None:
         positions = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
     found["position_ids"] = positions
-    if isinstance(found.get("labels"), torch.Tensor) and found.get("shift_labels") is None:
+    labels = found.get("labels")
+    if rules.shift and isinstance(labels, torch.Tensor) and found.get("shift_labels") is None:
         found["shift_labels"] = shifted(found["labels"], positions if is_given else None)
     if "shift_labels" in found:
         found.pop("labels", None)

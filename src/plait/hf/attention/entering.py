@@ -68,6 +68,8 @@ def entered(
     tokens = ids if isinstance(ids, torch.Tensor) else embeds
     mask, positions = call.get("attention_mask"), call.get("position_ids")
     problems = _problems(model, call, tokens, mask)
+    if call.get("shift_labels") is not None and call.get("labels") is None:
+        problems += _shift_problems(model)
     if problems or tokens is None:
         raise PlaitError(
             f"A forward of {type(model).__name__} over sequences that ranks share:",
@@ -111,6 +113,15 @@ def _problems(model: nn.Module, call: dict[str, Any], tokens: Any, mask: Any) ->
         f"{name} is given: caches are not shared" for name in _CACHES if call.get(name) is not None
     ]
     return found
+
+
+def _shift_problems(model: nn.Module) -> list[str]:
+    if _predicts_next(model):
+        return []
+    return [
+        "shift_labels are given, but the loss of this model is not of next tokens: split batches "
+        "with SplitRules(shift=False), which leaves labels where they are"
+    ]
 
 
 def _predicts_next(model: nn.Module) -> bool:

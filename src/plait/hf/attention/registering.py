@@ -93,12 +93,26 @@ def describe(
         )
     meaning = meaning_of(mask_function)
     if sequences is not None:
+        _check_tokens(sequences, batch_size, q_length, kv_length)
         return Described(_shared_spec(meaning, sequences), sequences, sequences.length)
     valid = attention_mask
     if valid is not None:
         valid = None if bool(valid.all()) else valid.bool()
     spec = _spec(meaning, valid, meaning.documents, meaning.positions, (batch_size, kv_length))
     return Described(spec, None, kv_length)
+
+
+def _check_tokens(sequences: SharedSequences, batch: int, q_length: int, kv_length: int) -> None:
+    """Refuse attention to other tokens than those that the ranks share."""
+    mine = (sequences.batch, len(sequences.mine), len(sequences.mine))
+    if (batch, q_length, kv_length) != mine:
+        raise PlanError(
+            "Attention over sequences that ranks share:",
+            f"a mask is asked for {batch} × {q_length} queries and {kv_length} keys, but the ranks "
+            f"share {mine[0]} sequences of which this one holds {mine[1]} tokens: another encoder "
+            "inside of the model, or a cache",
+            _NOT_SHARED,
+        )
 
 
 def _shared_spec(meaning: Meaning, sequences: SharedSequences) -> MaskSpec:
