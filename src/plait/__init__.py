@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         Accelerator,
         SequenceParallelLoader,
         UlyssesSPDataLoaderAdapter,
+        sequence_sum,
         split_batch,
     )
 
@@ -82,6 +83,7 @@ _HOMES = {
         "Accelerator",
         "SequenceParallelLoader",
         "UlyssesSPDataLoaderAdapter",
+        "sequence_sum",
         "split_batch",
     ),
 }
@@ -125,6 +127,7 @@ __all__ = [
     "held_fraction",
     "loss",
     "parallelize",
+    "sequence_sum",
     "split_batch",
     "styles",
     "use_attention",

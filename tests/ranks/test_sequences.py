@@ -124,6 +124,24 @@ def test_more_models(name: str, sizes: dict[str, int]) -> None:
         check(name, sizes, kind)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", LAYOUTS[2], ids=str)
+def test_bfloat16(sizes: dict[str, int]) -> None:
+    whole = attention_models.model("llama", dtype=torch.bfloat16)
+    split = plait.parallelize(
+        attention_models.model("llama", dtype=torch.bfloat16), plait.DistributedConfig(**sizes)
+    )
+    batch = batch_of("left", 15, 2, 0)
+    loss, wanted = split(**part(batch, split)[0]).loss, whole(**batch).loss
+    loss.backward()
+    wanted.backward()
+    assert abs(loss.item() - wanted.item()) < 0.03
+    grads = plait.full_grads(split)
+    for key, param in whole.named_parameters():
+        size = param.grad.abs().max()
+        assert (grads[key] - param.grad).abs().max() < 0.1 * size + 1e-3, key
+
+
 class Samples(torch.utils.data.Dataset[Any]):
     """Sequences of one length, some of whose labels count."""
 

@@ -6,6 +6,7 @@ from plait.train.accumulation import Window, no_sync
 from plait.train.loader import DataRankLoader, data_loader, skip_first_batches
 from plait.train.places import Places, places_for, places_on
 from plait.train.sequence_loader import SequenceParallelLoader
+from plait.train.sequence_sums import sequence_sum
 from plait.train.sequences import SplitBatch, SplitRules, axes_of, split_batch
 from plait.train.settings import (
     DataLoaderConfiguration,
@@ -38,6 +39,7 @@ __all__ = [
     "no_sync",
     "places_for",
     "places_on",
+    "sequence_sum",
     "set_seed",
     "skip_first_batches",
     "split_batch",
