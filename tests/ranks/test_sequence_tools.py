@@ -45,11 +45,8 @@ def check_preference(sizes: dict[str, int]) -> None:
     split, whole = pair(sizes)
     batch = batch_of("right", 13, 2, 0)
     mine = dict(plait.split_batch(batch, split))
-    together = {
-        **batch,
-        "shift_labels": torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100),
-    }
-    together.pop("labels")
+    together = {**batch, "shift_labels": shifted(batch["labels"])}
+    del together["labels"]
     with exact():
         loss = preference(split, mine, lambda x: plait.sequence_sum(x, split))
         wanted = preference(whole, together, lambda x: x.sum(1))
