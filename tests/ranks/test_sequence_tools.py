@@ -13,6 +13,7 @@ from plait.errors import PlaitError
 from plait.proof.numbers import exact
 from plait.testing import add_noise, mutation, tiny
 from plait.train import sequence_sums
+from plait.train.sequences import shifted
 from tests.ranks.test_sequences import batch_of
 
 BOTH = [{"sp_size": 2}, {"cp_size": 2}]
