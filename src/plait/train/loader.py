@@ -17,7 +17,7 @@ from plait.train import batches as contents
 from plait.train import sources
 from plait.train.agreement import compare_first
 from plait.train.places import Places
-from plait.train.sequences import SplitRules, split_batch
+from plait.train.sequences import rules_of, split_batch
 from plait.train.turns import Turn, with_last
 
 Batches = Iterator[tuple[Any, Turn]]
@@ -244,9 +244,7 @@ def data_loader(
     else:
         source = sources.IndexedSource(loader, places, agreed, split_batches)
 
-    axes = places.sequences
-    handler = places.config.sp_handler
-    rules = SplitRules(length=None if handler is None else handler.sp_seq_length)
+    axes, rules = places.sequences, rules_of(places)
 
     def place(batch: Any) -> Any:
         batch = batch if device is None else contents.to_device(batch, device, non_blocking)

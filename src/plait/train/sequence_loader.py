@@ -16,7 +16,7 @@ from plait import comm
 from plait.errors import PlaitError
 from plait.train.batches import map_tensors, tensors_of, to_device, without_labels
 from plait.train.loader import DataRankLoader
-from plait.train.sequences import SplitBatch, SplitRules, axes_of, split_batch
+from plait.train.sequences import SplitBatch, SplitRules, axes_of, rules_of, split_batch
 
 CONVENTIONS = ("own", "same")
 
@@ -38,7 +38,7 @@ class SequenceParallelLoader:
             `Accelerator.prepare` made splits batches already, and is used as it is.
         where: An `Accelerator`, a model that was split, or `Places`.
         convention: "own" or "same"; None: found out from the first batches.
-        rules: How batches are split; None: the defaults.
+        rules: How batches are split; None: as the layout says.
         device: Where the parts are put; None: where the batch was.
 
     Raises:
@@ -66,7 +66,7 @@ class SequenceParallelLoader:
             )
         self.loader, self.axes = loader, axes_of(where)
         self.convention = convention
-        self._rules, self._device = rules, device
+        self._rules, self._device = rules or rules_of(where), device
         self._at, self._skip = {"rounds": 0, "given": 0}, {"rounds": 0, "given": 0}
 
     def __getattr__(self, name: str) -> Any:

@@ -81,6 +81,22 @@ def axes_of(where: Any) -> SequenceAxes:
     )
 
 
+def rules_of(where: Any) -> SplitRules:
+    """How a layout says that batches are split.
+
+    Args:
+        where: As for `axes_of`.
+
+    Returns:
+        The defaults; with a `sp_seq_length` that is not variable, padded to that.
+    """
+    found = getattr(where, "places", where)
+    found = state_of(where) if isinstance(where, nn.Module) else found
+    handler = getattr(getattr(found, "config", None), "sp_handler", None)
+    fixed = handler is not None and not handler.sp_seq_length_is_variable
+    return SplitRules(length=handler.sp_seq_length if fixed else None)
+
+
 def split_batch(batch: Any, where: Any, rules: SplitRules | None = None) -> SplitBatch:
     """This rank's tokens of a batch that all ranks of the sequence hold.
 
@@ -92,7 +108,7 @@ def split_batch(batch: Any, where: Any, rules: SplitRules | None = None) -> Spli
         batch: A mapping with `input_ids` or `inputs_embeds` `[batch, seq(, hidden)]`, and what
             belongs to them. One that is split already is returned as it is.
         where: The ranks that share the sequences: a model, an `Accelerator`, or as `axes_of`.
-        rules: How; None: the defaults.
+        rules: How; None: as the layout says, by `rules_of`.
 
     Returns:
         The part, with `position_ids` `[batch, seq_local]` and, if there are labels, `shift_labels`
@@ -107,7 +123,7 @@ def split_batch(batch: Any, where: Any, rules: SplitRules | None = None) -> Spli
     """
     if isinstance(batch, SplitBatch):
         return batch
-    axes, rules = axes_of(where), rules or SplitRules()
+    axes, rules = axes_of(where), rules or rules_of(where)
     whole, length = with_targets(batch, rules)
     tokens = places_of(length, axes.cp_size, axes.sp_size)[axes.place]
     index = tokens.index()
