@@ -93,8 +93,9 @@ def rules_of(where: Any) -> SplitRules:
     found = getattr(where, "places", where)
     found = state_of(where) if isinstance(where, nn.Module) else found
     handler = getattr(getattr(found, "config", None), "sp_handler", None)
-    fixed = handler is not None and not handler.sp_seq_length_is_variable
-    return SplitRules(length=handler.sp_seq_length if fixed else None)
+    if handler is None or handler.sp_seq_length_is_variable:
+        return SplitRules()
+    return SplitRules(length=handler.sp_seq_length)
 
 
 def split_batch(batch: Any, where: Any, rules: SplitRules | None = None) -> SplitBatch:
