@@ -119,3 +119,13 @@ def test_a_saved_model_is_an_ordinary_one(sizes: dict[str, int], tmp_path: Path)
     batch = batch_of("full", 9, 1, 0)
     losses = [m(**plait.split_batch(batch, m)).loss.item() for m in (split, again)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_sequences_that_repeat_themselves_are_no_copies() -> None:
+    split, whole = pair({"sp_size": 2})
+    ids = torch.arange(10, 14).repeat(2, 2)
+    batch = {"input_ids": ids, "labels": ids}
+    with exact():
+        loss = split(**plait.split_batch(batch, split)).loss
+        assert abs(loss.item() - whole(**batch).loss.item()) < 1e-10

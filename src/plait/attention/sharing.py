@@ -121,7 +121,7 @@ def meet(
     tokens = places_of(sum(lengths), axes.cp_size, axes.sp_size)
     flags = [int(x[0, 0, 3]) if x.numel() else None for x in whole.split(list(lengths), 1)]
     _check(axes, lengths, tokens, flags)
-    _refuse_copies(axes, whole[..., 4].split(list(lengths), 1))
+    _refuse_copies(whole[..., [0, 4]].split(list(lengths), 1))
     order = torch.cat([held.index() for held in tokens]).to(device)
     in_order = torch.empty_like(whole)
     in_order[:, order] = whole
@@ -167,14 +167,11 @@ def _check(
         raise PlaitError(asked, ["they were given different arguments", *rows])
 
 
-def _refuse_copies(axes: SequenceAxes, parts: Sequence[Tensor]) -> None:
-    """Refuse parts that are all the same: whole batches that nobody has split."""
+def _refuse_copies(parts: Sequence[Tensor]) -> None:
+    """Refuse parts with the same tokens at the same positions: whole batches that nobody split."""
     first = parts[0]
-    if (
-        first.shape[1] > 1
-        and all(torch.equal(x, first) for x in parts)
-        and bool(first.diff().any())
-    ):
+    varies = first.shape[1] > 1 and bool(first[..., 1].diff().any())
+    if varies and all(torch.equal(x, first) for x in parts):
         raise PlaitError(
             f"A forward over sequences that {len(parts)} ranks share:",
             "all of them were given the same tokens: the batch was not split",
