@@ -133,7 +133,7 @@ def follow_tokens(base: nn.Module, module: nn.Module) -> None:
         module: Holds the parameters that act on its output.
     """
     part: Part | None = base.__dict__.get(_ROW)
-    if part is not None:
+    if part is not None and not isinstance(border_of(module).grads, WhileSplit):
         sum_gradients(module, part.tokens)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait.hf.peft import prompts
+from plait.hf.peft.agreeing import agree_on_config, agree_on_weights, announced
 from plait.hf.peft.on_parts import in_chunks, is_sharded_root
 from plait.hf.peft.saving import is_split, save_adapters, whole_state
 from plait.run.around import split_module, stand_around
@@ -53,11 +54,14 @@ def _install(peft: Any) -> None:
     KNOWN.extend([Adapters(), SavedModules()])
     wrap_function_wrapper(BaseTuner, "inject_adapter", _inject)
     wrap_function_wrapper(BaseTuner, "disable_adapter_layers", _disable)
+    wrap_function_wrapper(BaseTuner, "_cast_adapter_dtype", _cast)
     wrap_function_wrapper(LoraModel, "_create_and_replace", _create)
     wrap_function_wrapper(LoraModel, "add_weighted_adapter", _refuse)
     wrap_function_wrapper(LoraLayer, "_get_in_out_features", _features)
     wrap_function_wrapper(peft.PeftModel, "__init__", _make)
     wrap_function_wrapper(peft.PeftModel, "save_pretrained", _save)
+    wrap_function_wrapper(peft.PeftModel, "from_pretrained", announced)
+    wrap_function_wrapper(peft.PeftModel, "load_adapter", announced)
     wrap_function_wrapper(peft.PeftModel, "_setup_prompt_encoder", prompts.set_up)
     wrap_function_wrapper(peft.PeftModel, "get_prompt", prompts.get_prompt)
     for name, wrapper in _FUNCTIONS.items():
@@ -81,6 +85,7 @@ def _inject(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
     if state_of(model) is None:
         return call(*args, **kwargs)
     for config in tuner.peft_config.values():
+        agree_on_config(config, model)
         refuse_config(config, model)
     in_chunks(model)
     before = {id(part) for part, _ in look(model).parts.values()}
@@ -127,7 +132,14 @@ def _create(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
 
 
 _KINDS = ("LORA", "IA3", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
-_VARIANTS = ("kasa_config", "velora_config", "monteclora_config", "use_bdlora", "layer_replication")
+_VARIANTS = (
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+    "use_bdlora",
+    "layer_replication",
+    "trainable_token_indices",
+)
 
 
 def _refuse_variants(config: Any, model: Any) -> None:
@@ -206,6 +218,7 @@ def _refuse(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any
 def _make(call: Callable[..., Any], peft_model: Any, args: Any, kwargs: Any) -> None:
     given = dict(zip(("model", "peft_config"), args, strict=False)) | kwargs
     if state_of(given["model"]) is not None:
+        agree_on_config(given["peft_config"], given["model"])
         refuse_config(given["peft_config"], given["model"])
     call(*args, **kwargs)
     note_inside(peft_model)
@@ -246,9 +259,31 @@ def _as_they_are(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any
     return args[1] if is_split(args[0]) else call(*args, **kwargs)
 
 
+def _cast(call: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> None:
+    """What is noted on a factor is noted on the one in float32 that PEFT puts in its place."""
+    model = tuner.model
+    before = dict(model.named_parameters()) if state_of(model) is not None else {}
+    call(*args, **kwargs)
+    if _carry_notes(before, model):
+        settle_adapters(model)
+
+
+def _carry_notes(before: dict[str, Any], model: Any) -> bool:
+    """Note on new parameters what was noted on those whose places they took; whether there are."""
+    now = dict(model.named_parameters()) if before else {}
+    pairs = [(old, now[name]) for name, old in before.items() if now.get(name, old) is not old]
+    for old, new in pairs:
+        notes = {key: x for key, x in old.__dict__.items() if key.startswith("_plait")}
+        new.__dict__.update(notes)
+    return bool(pairs)
+
+
 def _loaded(call: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("model", "peft_model_state_dict"), args, strict=False)) | kwargs
+    model = given["model"]
+    if is_split(model):
+        agree_on_weights(given["peft_model_state_dict"], split_module(model))
     found = call(*args, **kwargs)
-    model = args[0] if args else kwargs["model"]
     if is_split(model):
         settle_adapters(split_module(model))
     return found

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plait.errors import WeightsError
+from plait.hf.peft.agreeing import ranks_of
 from plait.hf.peft.on_parts import in_chunks, whole_value
 from plait.run.around import split_module
-from plait.state import ParallelState, own_class, state_of
+from plait.state import own_class, state_of
 from plait.weights.outcome import ARRIVAL_S, arrive, together
 from plait.weights.sharded import is_first
 
@@ -154,11 +155,6 @@ def save_of_model(model: Any, save_directory: Any) -> None:
         model.peft_config[active[0]].save_pretrained(directory)
 
     together(mesh, asked, write)
-
-
-def ranks_of(state: ParallelState) -> DeviceMesh:
-    """The ranks that save together."""
-    return state.tp_mesh if state.data_mesh is None else state.mesh
 
 
 def _meet(mesh: DeviceMesh, asked: str, failure: WeightsError | None) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from plait import comm
 from plait.errors import PlaitError
 from plait.hf.trainer import sft
 from plait.layout import factors
@@ -20,11 +21,11 @@ def check(args: Any, state: ParallelState, *, is_sft: bool = False) -> None:
         is_sft: Whether they are TRL's `SFTConfig`.
 
     Raises:
-        PlaitError: With everything that does.
+        PlaitError: With everything that does, and with what differs between the ranks.
 
-    Comm: none.
+    Comm: one control message on each axis.
     """
-    problems = list(_problems(args, state))
+    problems = [*_differences(args, state), *_problems(args, state)]
     if is_sft:
         problems += sft.problems(args)
     if not problems:
@@ -39,6 +40,25 @@ def check(args: Any, state: ParallelState, *, is_sft: bool = False) -> None:
             "DistributedConfig(tp_size=…, dp_shard_size=…) of as many ranks as there are processes",
         ],
     )
+
+
+_OF_THE_RANK = frozenset(
+    {"local_rank", "output_dir", "logging_dir", "run_name", "device", "process_index"}
+)
+"""Arguments that may differ between the ranks."""
+
+
+def _differences(args: Any, state: ParallelState) -> Iterator[str]:
+    """What the ranks were given differently: each would train another way, or wait for ever."""
+    mine = {name: repr(x) for name, x in args.to_dict().items() if name not in _OF_THE_RANK}
+    told = [mine]
+    for mesh in (state.tp_mesh, state.data_mesh):
+        if mesh is not None and mesh.size() > 1:
+            told = [x for row in comm.exchange(told, mesh) for x in row]
+    for name in mine:
+        values = list(dict.fromkeys(other.get(name, "nothing") for other in told))
+        if len(values) > 1:
+            yield f"the ranks have different {name}: {', '.join(values)}"
 
 
 def _problems(args: Any, state: ParallelState) -> Iterator[str]:
