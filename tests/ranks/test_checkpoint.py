@@ -122,7 +122,10 @@ def unbroken() -> dict[str, list[float]]:
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(x, marks=pytest.mark.wide) if x == "fused" else x for x in MODELS],
+)
 @pytest.mark.parametrize(
     ("before", "afterwards"),
     [

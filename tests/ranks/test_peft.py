@@ -209,6 +209,7 @@ def test_lora_trains_and_merges_as_in_one_process(name: str) -> None:
             merge_and_unload(split, whole)
 
 
+@pytest.mark.wide_ranks(4)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_dora(name: str) -> None:
@@ -253,6 +254,7 @@ def test_sequence_parallel_and_recomputed(recompute: bool | None) -> None:
     train(split, whole, tolerance=1e-10 if recompute is None else 1e-5, exactly=recompute is None)
 
 
+@pytest.mark.wide_ranks(4)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("around", [True, False])
 def test_adapters_that_were_there_before_the_split(around: bool) -> None:
@@ -423,6 +425,7 @@ def test_prompts_prefixes_and_vectors(kind: str, tmp_path: Path) -> None:
     assert (tmp_path / "split" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.wide_ranks(4)
 @pytest.mark.ranks(2, 4)
 def test_with_accelerator_checkpoints_and_generate(tmp_path: Path) -> None:
     """An adapter trained for three steps, of which the last one after a resumption."""

@@ -92,8 +92,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = ("accumulation", "reentrant", "own loss")
+"""Those that are not for `make test-wide` alone."""
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.wide) for name in SETTINGS],
+)
 def test_settings(name: str, tmp_path: Path) -> None:
     options = {"max_steps": 3, "batch": 4, **SETTINGS[name]}
     split, whole = both(tmp_path, LAYOUTS[4]["tp fsdp"], 4, **options)

@@ -28,7 +28,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("writers", ["one process", "four"])
+@pytest.mark.parametrize("writers", ["one process", pytest.param("four", marks=pytest.mark.wide)])
 def test_resume_in_the_middle(writers: str, tmp_path: Path) -> None:
     """5 of 8 steps, in the second epoch, then the rest in another number of processes."""
     folder = shared(tmp_path)

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,24 +169,25 @@ def _outputs(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """What each module returned, in the order in which they ended; and the loss, of all ranks."""
     found: dict[str, Tensor] = {}
-
-    def note(name: str) -> Any:
-        def hook(part: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            logits = getattr(output, "logits", getattr(output, "last_hidden_state", None))
-            value = first if isinstance(first, Tensor) else logits
-            if isinstance(value, Tensor):
-                found[name] = value.detach().clone()  # what comes next may change it
-
-        return hook
-
-    hooks = [part.register_forward_hook(note(name)) for name, part in model.named_modules()]
+    hooks = [
+        part.register_forward_hook(partial(_note, found, name))
+        for name, part in model.named_modules()
+    ]
     try:
         output = asking.call(model, model, (), call, None if axes is None else axes.both)
     finally:
         for hook in hooks:
             hook.remove()
     return found, getattr(output, "loss", None)
+
+
+def _note(found: dict[str, Tensor], name: str, part: nn.Module, args: Any, output: Any) -> None:
+    """Keep what a module returned: the first tensor, of a model its logits or hidden states."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    logits = getattr(output, "logits", getattr(output, "last_hidden_state", None))
+    value = first if isinstance(first, Tensor) else logits
+    if isinstance(value, Tensor):
+        found[name] = value.detach().clone()  # what comes next may change it
 
 
 def _line(error: Exception) -> str:
