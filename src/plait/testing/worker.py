@@ -229,3 +229,4 @@ def _reset(pristine: dict[str, str]) -> None:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
     gc.collect()
+    gc.freeze()  # what survives, modules and their caches above all, is not looked at again
